@@ -23,7 +23,7 @@ from shardwise.core.engine.runtime import Engine
 from shardwise.core.layout import PRESETS, Strategy, layout_of
 from shardwise.core.schedule.state_bytes import NUM_STAGED, NUM_WINDOWS, StateBytes, state_bytes
 from shardwise.core.schedule.step_schedule import NUM_REDUCTIONS
-from shardwise.core.unit.stand_ins import OnDisk
+from shardwise.core.unit.state import OnDisk
 from tests.harness import Pool
 from tests.support.strategies import ALL, CORNERS, ENCODED, ENCODED_ALWAYS, NAMED, STRATEGIES, disk_for, slow_but
 

@@ -18,9 +18,8 @@ from ..core.offload.arena import temporary_zeros
 from ..core.offload.host_memory import HostMemory
 from ..core.schedule.model import UnitSpec
 from ..core.schedule.step_schedule import Schedule
-from ..core.unit.shard_tensor import Place
 from ..core.unit.state import FlatState, Unit
-from ..core.unit.user_parameter import adopt, place_of
+from ..core.unit.user_parameter import Place, adopt, place_of
 
 
 def build_units(

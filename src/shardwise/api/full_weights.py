@@ -20,8 +20,7 @@ from ..core.engine.runtime import Engine, channels_of
 from ..core.mesh import patient_hosts
 from ..core.optim.clip import norms_by_param, require_norm_type
 from ..core.schedule.model import Param
-from ..core.unit.stand_ins import NotShown
-from ..core.unit.state import FlatState
+from ..core.unit.state import FlatState, NotShown
 from ..core.unit.user_parameter import place_of
 from ..core.wire.collectives import broadcast_from_first, exchange
 
@@ -38,7 +37,7 @@ def whole(module: nn.Module, *, write: bool = False, grads: bool = False) -> Ite
     """
     engine = engine_of(module)
     if grads and write:
-        engine.updates.refuse_after_early("change of gradients")
+        engine.reductions.refuse_after_early("change of gradients")
     engine.rest()
     registered = {id(part._parameters) for part in module.modules()}
     shown = [
@@ -49,8 +48,7 @@ def whole(module: nn.Module, *, write: bool = False, grads: bool = False) -> Ite
     ]
     places = {user: place for state, buffer in shown for user, place in _places(state, buffer)}
     views = {user: nn.Parameter(place.data, user.requires_grad) for user, place in places.items()}
-    states = [state for state, _ in shown]
-    gradients = _WholeGradients(engine, states) if grads else _HiddenGradients(states)
+    gradients = _Gradients(engine, [state for state, _ in shown if state.flat.trainable], grads)
     for user, grad in gradients.shown.items():
         views[user].grad = grad
     for unit in engine.units:
@@ -67,16 +65,19 @@ def whole(module: nn.Module, *, write: bool = False, grads: bool = False) -> Ite
     complaints.append(gradients.complaint(views, write))
     if not write and not all(_is_same(state, buffer, state.read_master()) for state, buffer in shown):
         complaints.append("parameters were changed inside sw.whole(...), which was for reading: use write=True")
-    # Every rank must know: the others would wait for this one in the next collective.
-    reports = exchange(engine.mesh.world, next((complaint for complaint in complaints if complaint), ""))
-    complaint = next((report for report in reports if report), "")
-    if complaint:
+    if complaint := _first_of_all_ranks(engine, complaints):
         raise StateError(complaint)
     if write:
         for state, buffer in shown:
             _write_master(engine, state, buffer)
         engine.was_rewritten()
         gradients.write(views, found)
+
+
+def _first_of_all_ranks(engine: Engine, complaints: Iterable[str]) -> str:
+    """The first complaint of any rank. Every rank must know: the others would wait in the next collective."""
+    reports = exchange(engine.mesh.world, next(filter(None, complaints), ""))
+    return next(filter(None, reports), "")
 
 
 def _places(state: FlatState, buffer: Tensor) -> Iterator[tuple[nn.Parameter, Tensor]]:
@@ -162,19 +163,28 @@ def load_full_state_dict(model: nn.Module, state_dict: Mapping[str, Tensor] | No
     givers = exchange(engine.mesh.world, state_dict is not None)
     if not givers[0]:
         raise ConfigurationError("sw.load_full_state_dict: rank 0 gave no state dict")
-    from_first = not all(givers)
+    tensors: Mapping[str, Tensor] = {} if state_dict is None else state_dict
     buffers = {key: value for key, value in entries.items() if isinstance(value, Tensor) and place_of(value) is None}
-    complaint = _complaint(engine, state_dict, buffers, set(entries), strict) if state_dict is not None else ""
-    complaint = next((other for other in exchange(engine.mesh.world, complaint) if other), "")
-    if complaint:
+    complaint = "" if state_dict is None else _complaint(engine, tensors, buffers, set(entries), strict)
+    if complaint := _first_of_all_ranks(engine, [complaint]):
         raise ConfigurationError(f"sw.load_full_state_dict: {complaint}")
-    for unit in engine.units:
-        for state in unit.states:
-            _load_flat(engine, state, state_dict, from_first)
+    for state in engine.all_states:
+        names = [(index, _given_name(spec, tensors)) for index, spec in enumerate(state.flat.params)]
+        if all(givers):
+            with state.writing():
+                for index, name in names:
+                    if name is not None:
+                        state.write(index, tensors[name])
+            continue
+        buffer = _gather(engine, state, state.read_master(), state.flat.master)
+        for (_, place), (_, name) in zip(_places(state, buffer), names, strict=True):
+            if name is not None:
+                place.copy_(tensors[name])
+        _write_master(engine, state, buffer)
     for key, value in buffers.items():
-        if state_dict is not None and key in state_dict:
-            value.copy_(state_dict[key])
-        if from_first:
+        if key in tensors:
+            value.copy_(tensors[key])
+        if not all(givers):
             broadcast_from_first(engine.mesh.world, value)
     engine.was_rewritten()
 
@@ -185,14 +195,10 @@ def _given_name(spec: Param, state_dict: Mapping[str, Tensor]) -> str | None:
 
 
 def _complaint(
-    engine: Engine,
-    state_dict: Mapping[str, Tensor],
-    buffers: dict[str, Tensor],
-    known: set[str],
-    strict: bool,
+    engine: Engine, state_dict: Mapping[str, Tensor], buffers: dict[str, Tensor], known: set[str], strict: bool
 ) -> str:
     """Say what is wrong with a state dict; empty if it fits."""
-    params = [spec for unit in engine.units for state in unit.states for spec in state.flat.params]
+    params = [spec for state in engine.all_states for spec in state.flat.params]
     missing = [spec.name for spec in params if _given_name(spec, state_dict) is None]
     missing += [key for key in buffers if key not in state_dict]
     unknown = sorted(set(state_dict) - known)
@@ -208,31 +214,11 @@ def _complaint(
     return ""
 
 
-def _load_flat(engine: Engine, state: FlatState, state_dict: Mapping[str, Tensor] | None, from_first: bool) -> None:
-    given: dict[int, str] = {}
-    if state_dict is not None:
-        names = {index: _given_name(spec, state_dict) for index, spec in enumerate(state.flat.params)}
-        given = {index: name for index, name in names.items() if name is not None}
-    if not from_first:
-        assert state_dict is not None
-        with state.writing():
-            for index, name in given.items():
-                state.write(index, state_dict[name])
-        return
-    buffer = _gather(engine, state, state.read_master(), state.flat.master)
-    for index, name in given.items():
-        assert state_dict is not None
-        interval = state.flat.intervals[index]
-        buffer[interval.start : interval.stop].copy_(state_dict[name].reshape(-1))
-    _write_master(engine, state, buffer)
-
-
 def _gather(engine: Engine, state: FlatState, part: Tensor, dtype: DType) -> Tensor:
     """All of a flat, of whose master or gradient this rank has `part`, in memory of its own."""
     flat = state.flat
-    own = flat.spans[flat.depth_of_master]
     buffer = torch.zeros(flat.num_elems, dtype=dtype.torch, device=state.device)
-    buffer[own.start : own.stop].copy_(part)
+    buffer[state.own_in_whole].copy_(part)
     with engine.mesh.ledger.uncounted():
         state.carrier.run(buffer, 0, flat.master_hops, channels_of(engine.mesh, "gather"))
     return buffer
@@ -240,16 +226,14 @@ def _gather(engine: Engine, state: FlatState, part: Tensor, dtype: DType) -> Ten
 
 def _is_same(state: FlatState, buffer: Tensor, part: Tensor) -> bool:
     """Return True if this rank's part of a whole buffer still has the bits of `part`."""
-    own = state.flat.spans[state.flat.depth_of_master]
     expected = part.to(buffer.device, buffer.dtype)
-    return torch.equal(buffer[own.start : own.stop].view(torch.uint8), expected.view(torch.uint8))
+    return torch.equal(buffer[state.own_in_whole].view(torch.uint8), expected.view(torch.uint8))
 
 
 def _write_master(engine: Engine, state: FlatState, buffer: Tensor) -> None:
-    own = state.flat.spans[state.flat.depth_of_master]
     broadcast_from_first(engine.mesh.world, buffer)
     with state.writing() as master:
-        master.copy_(buffer[own.start : own.stop])
+        master.copy_(buffer[state.own_in_whole])
 
 
 # Gradients.
@@ -275,58 +259,43 @@ def _complete(engine: Engine, states: Iterable[FlatState]) -> None:
             state.gradient.apply_clip()
 
 
-class _HiddenGradients:
-    """Gradients inside `sw.whole(model)`, which shows weights only: stand-ins for gradients that exist."""
+class _Gradients:
+    """Gradients inside `sw.whole`: with `grads`, whole ones in the masters' precision, which the optimizer reads;
+    otherwise stand-ins for gradients that exist."""
 
-    def __init__(self, states: Iterable[FlatState]) -> None:
-        self.shown = {
-            user: NotShown.like(spec.shape, state.flat.master.torch, state.device)
-            for state in states
-            if state.flat.trainable and state.gradient.stage != "empty"
-            for user, spec, used in zip(state.user_params, state.flat.params, state.gradient.used, strict=True)
-            if used or state.gradient.stage == "local"
-        }
-
-    def complaint(self, views: Views, write: bool) -> str:
-        if any(view.grad is not self.shown.get(user) for user, view in views.items()):
-            return "gradients were set inside sw.whole(...), which shows weights: use grads=True and write=True"
-        return ""
-
-    def write(self, views: Views, found: Iterable[tuple[nn.Parameter, nn.Parameter | None]]) -> None:
-        """Do nothing: no gradient was shown that could have changed."""
-
-
-class _WholeGradients:
-    """Gradients inside `sw.whole(model, grads=True)`, in the masters' precision, which the optimizer reads."""
-
-    def __init__(self, engine: Engine, states: Iterable[FlatState]) -> None:
+    def __init__(self, engine: Engine, states: list[FlatState], grads: bool) -> None:
         self._engine = engine
-        self._states = [state for state in states if state.flat.trainable]
-        _complete(engine, self._states)
-        self._buffers = {
-            state: _gather(engine, state, state.gradient.final_at_hand, state.flat.reduce).to(state.flat.master.torch)
-            for state in self._states
-            if state.gradient.stage == "final"
-        }
-        self.shown = {
-            user: buffer[interval.start : interval.stop].view(spec.shape)
-            for state, buffer in self._buffers.items()
-            for user, interval, spec, used in zip(
-                state.user_params, state.flat.intervals, state.flat.params, state.gradient.used, strict=True
-            )
-            if used
-        }
+        self._states = states
+        self._is_shown = grads
+        self._buffers: dict[FlatState, Tensor] = {}
+        self.shown: dict[nn.Parameter, Tensor] = {}
+        if grads:
+            _complete(engine, states)
+        for state in states:
+            gradient, master = state.gradient, state.flat.master.torch
+            if grads and gradient.stage == "final":
+                buffer = _gather(engine, state, gradient.final_at_hand, state.flat.reduce).to(master)
+                self._buffers[state] = buffer
+                views = zip(_places(state, buffer), gradient.used, strict=True)
+                self.shown |= {user: view for (user, view), used in views if used}
+            elif not grads and gradient.stage != "empty":
+                for user, spec, used in zip(state.user_params, state.flat.params, gradient.used, strict=True):
+                    if used or gradient.stage == "local":
+                        self.shown[user] = NotShown.like(spec.shape, master, state.device)
 
     def complaint(self, views: Views, write: bool) -> str:
+        is_same = all(view.grad is self.shown.get(user) for user, view in views.items())
+        if not self._is_shown:
+            return "" if is_same else "gradients were set inside sw.whole(...): use grads=True and write=True"
         trained = {user for state in self._states for user in state.user_params}
         if any(view.grad is not None for user, view in views.items() if user not in trained):
             return "a frozen parameter was given a gradient inside sw.whole(...), which nobody would read"
         if any(view.grad is not None and view.grad.layout != torch.strided for view in views.values()):
             return "a parameter was given a sparse gradient inside sw.whole(...): make it dense (.to_dense())"
-        is_same = all(view.grad is self.shown.get(user) for user, view in views.items()) and all(
-            _is_same(state, buffer, state.gradient.final_at_hand) for state, buffer in self._buffers.items()
-        )
-        if not write and not is_same:
+        buffers = self._buffers.items()
+        if not write and not (
+            is_same and all(_is_same(each, row, each.gradient.final_at_hand) for each, row in buffers)
+        ):
             return "gradients were changed inside sw.whole(...), which was for reading: use write=True"
         return ""
 
@@ -335,30 +304,24 @@ class _WholeGradients:
 
         If a parameter was replaced by another, the gradient of the new one counts, if it has one.
         """
-        world, device = self._engine.mesh.world, self._engine.mesh.device
+        if not self._is_shown:
+            return
+        mesh = self._engine.mesh
         left = {user: view.grad for user, view in views.items()}
         left |= {user: new.grad for user, new in found if new is not None and new.grad is not None}
-        flags = torch.tensor(
-            [left.get(user) is not None for state in self._states for user in state.user_params],
-            dtype=torch.int32,
-            device=device,
-        )
-        broadcast_from_first(world, flags)
+        is_set = [left.get(user) is not None for state in self._states for user in state.user_params]
+        flags = torch.tensor(is_set, dtype=torch.int32, device=mesh.device)
+        broadcast_from_first(mesh.world, flags)
         answers = iter(flags.tolist())
         for state in self._states:
             used = [bool(next(answers)) for _ in state.user_params]
             if any(used) or state in self._buffers:
-                self._set(state, [left.get(user) for user in state.user_params], used)
-
-    def _set(self, state: FlatState, grads: list[Tensor | None], used: list[bool]) -> None:
-        flat = state.flat
-        own = flat.spans[flat.depth_of_master]
-        buffer = torch.zeros(flat.num_elems, dtype=flat.reduce.torch, device=state.device)
-        for grad, interval in zip(grads, flat.intervals, strict=True):
-            if grad is not None:
-                buffer[interval.start : interval.stop].copy_(grad.detach().reshape(-1))
-        broadcast_from_first(self._engine.mesh.world, buffer)
-        state.gradient.set_final(buffer[own.start : own.stop], used)
+                buffer = torch.zeros(state.flat.num_elems, dtype=state.flat.reduce.torch, device=state.device)
+                for user, place in _places(state, buffer):
+                    if (grad := left.get(user)) is not None:
+                        place.copy_(grad.detach())
+                broadcast_from_first(mesh.world, buffer)
+                state.gradient.set_final(buffer[state.own_in_whole], used)
 
 
 # `save_pretrained` of Hugging Face models and of PEFT's adapters: scripts call it on every rank after the training.
@@ -384,24 +347,22 @@ def _save_pretrained(model: Any, *args: Any, **kwargs: Any) -> None:
         _write(**words)
         return
     words["state_dict"] = whole_weights(model)
-    write = partial(_write_on_first, engine.mesh.rank, words)
+
+    def write_on_first() -> None:
+        if engine.mesh.rank != 0:
+            return
+        if not words.get("is_main_process", True):
+            raise ConfigurationError(
+                "save_pretrained(is_main_process=False) on rank 0, which writes: give it is_main_process=(rank == 0), "
+                "or leave it out, and call it on every rank"
+            )
+        _write(**words)
+
     # If every rank has all weights, scripts may call it on rank 0 alone.
-    is_split = any(state.flat.depth_of_master for unit in engine.units for state in unit.states)
-    if is_split:
-        all_or_none(patient_hosts(), write)
+    if any(state.flat.depth_of_master for state in engine.all_states):
+        all_or_none(patient_hosts(), write_on_first)
     else:
-        write()
-
-
-def _write_on_first(rank: int, words: dict[str, Any]) -> None:
-    if rank != 0:
-        return
-    if not words.get("is_main_process", True):
-        raise ConfigurationError(
-            "save_pretrained(is_main_process=False) on rank 0, which writes: give it is_main_process=(rank == 0), or "
-            "leave it out, and call it on every rank"
-        )
-    _write(**words)
+        write_on_first()
 
 
 def _write(self: Any, save_directory: Any, **words: Any) -> None:

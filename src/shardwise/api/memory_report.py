@@ -8,7 +8,7 @@ CPU's allocator does not report its memory: there only the memory of the whole p
 
 import resource
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +23,7 @@ from ..core.optim.probe import num_moments
 from ..core.optim.sharded_optimizer import ShardedOptimizer
 from ..core.schedule.state_bytes import StateBytes, state_bytes
 from ..core.schedule.step_schedule import NUM_REDUCTIONS, NUM_ROW_SLOTS
-from ..core.unit.stand_ins import OnDisk
-from ..core.unit.state import FlatState
+from ..core.unit.state import FlatState, OnDisk
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,8 +69,7 @@ class Memory:
         for name in [entry.name for entry in fields(self) if not entry.name.startswith("planned")]:
             mine, theirs = getattr(self, name), getattr(other, name)
             larger[name] = None if mine is None or theirs is None else max(mine, theirs)
-        planned = {entry.name: getattr(self, entry.name) for entry in fields(self) if entry.name.startswith("planned")}
-        return Memory(**larger, **planned)
+        return replace(self, **larger)
 
 
 def memory(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Memory:
@@ -88,58 +86,58 @@ def memory(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> 
 
 
 def _count(engine: Engine, model: nn.Module, optimizer: ShardedOptimizer | None) -> Memory:
-    states = [state for unit in engine.units for state in unit.states]
-    on_device = [state.gradient for state in states if not state.flat.grads_on_host]
-    gradients = [gradient.grads for gradient in on_device if gradient.grads is not None]
-    own, slots = list(engine.gathers.memory.own.values()), engine.reductions.memory.lent
-    count = _Counter(engine.mesh.device, engine.host.arena.owns)
-    whole = _whole_bytes(states)
+    states, device, host = engine.all_states, engine.mesh.device, engine.host
+    count = _Counter(device, host.arena.owns)
+    on_device = [state.gradient.grads for state in states if not state.flat.grads_on_host]
+    gradients = [grads for grads in on_device if grads is not None]
+    gathered, reduced = engine.gathers.memory, engine.reductions.memory
+    own = list(gathered.own.values())
+    slots = [memory for memory in (*reduced.slots, reduced.scratch_memory) if memory is not None]
+    # Compute copies that are never dropped. They lie in memory that their units share, and are params; only the gaps
+    # between them are buffers.
+    kept = [state.flat for state in states if state.flat.depth_of_params == 0 and not state.flat.master_is_whole]
+    whole = sum(flat.num_elems * flat.compute.itemsize for flat in kept)
     params = whole + count(_resting_copies(states))
     grads = count(gradients) + count(lost for state in states for lost in state.carrier.lost.values())
     masters_and_moments = count(state.master for state in states) + count(_moments(optimizer))
     registered = count(model.buffers())
-    # Memory of units that are always whole is params, but for the gaps between their flats.
-    buffers = (
-        registered
-        + count([*engine.gathers.memory.slots, *engine.gathers.memory.row_slots, *own])
-        - whole
-        + count(slots)
-    )
+    buffers = registered + count([*gathered.slots, *gathered.row_slots, *own, *slots]) - whole
     buffers += count(_small(engine, optimizer))
     peak_grads, peak_buffers = grads + _given_back(gradients), buffers + _given_back([*own, *slots])
-    now, peak, reserved = _in_use(engine.mesh.device)
-    most = params + masters_and_moments + peak_grads + peak_buffers
+    now, peak, reserved = _in_use(device)
+    held, most = (
+        params + grads + masters_and_moments + buffers,
+        params + masters_and_moments + peak_grads + peak_buffers,
+    )
+    inner = None if optimizer is None else optimizer.inner
     return Memory(
         params=params,
         grads=grads,
         optimizer=masters_and_moments,
         buffers=buffers,
-        activations=None if reserved is None else now - (params + grads + masters_and_moments + buffers),
+        activations=None if reserved is None else now - held,
         peak_grads=peak_grads,
         peak_buffers=peak_buffers,
         peak_activations=None if reserved is None else max(peak - most, 0),
         now=now,
         peak=peak,
         reserved=reserved,
-        planned=state_bytes(
-            [state.flat for state in states],
-            num_moments(None if optimizer is None else optimizer.inner, engine.precision),
-        ),
+        planned=state_bytes([state.flat for state in states], num_moments(inner, engine.precision)),
         planned_buffers=registered + _planned_slots(engine) - whole,
-        host=engine.host.arena.taken_bytes + _beside_arena(engine, states, optimizer),
-        disk=engine.host.size.disk,
-        planned_host=engine.host.size.host,
-        planned_disk=engine.host.size.disk,
+        host=host.arena.taken_bytes + _next_to_arena(engine, inner),
+        disk=host.size.disk,
+        planned_host=host.size.host,
+        planned_disk=host.size.disk,
     )
 
 
-def _beside_arena(engine: Engine, states: list[FlatState], optimizer: ShardedOptimizer | None) -> int:
+def _next_to_arena(engine: Engine, inner: torch.optim.Optimizer | None) -> int:
     """Moments that an optimizer of another package keeps for masters on the host."""
-    if optimizer is None or engine.host.row_names:
+    if inner is None or engine.host.row_names:
         return 0
-    away = {param for state in states if state.flat.host_updates for param in state.resting_params}
+    offloaded = {param for state in engine.all_states if state.flat.host_updates for param in state.resting_params}
     count = _Counter(torch.device("cpu"), engine.host.arena.owns)
-    return count(value for param in away for value in optimizer.inner.state.get(param, {}).values())
+    return count(value for param in offloaded for value in inner.state.get(param, {}).values())
 
 
 class _Counter:
@@ -171,12 +169,6 @@ def _given_back(tensors: list[Tensor]) -> int:
     return sum(tensor.nbytes - tensor.untyped_storage().nbytes() for tensor in tensors)
 
 
-def _whole_bytes(states: list[FlatState]) -> int:
-    """Bytes of compute copies that are never dropped. They lie in memory that their units share."""
-    flats = [state.flat for state in states if state.flat.depth_of_params == 0 and not state.flat.master_is_whole]
-    return sum(flat.num_elems * flat.compute.itemsize for flat in flats)
-
-
 def _resting_copies(states: list[FlatState]) -> Iterator[Tensor]:
     """Copies between master and whole, and masters that are the parameters themselves."""
     for state in states:
@@ -201,8 +193,8 @@ def _small(engine: Engine, optimizer: ShardedOptimizer | None) -> Iterator[Tenso
     if optimizer is not None:
         for entries in list(optimizer.inner.state.values()):
             yield from (value for value in list(entries.values()) if isinstance(value, Tensor))
-    yield from (state.blank for unit in engine.units for state in unit.states)
-    yield from (value for value in (engine.gradients.all_used, engine.scale.loss_scale) if value is not None)
+    yield from (state.blank for state in engine.all_states)
+    yield from (value for value in (engine.reductions.all_used, engine.scale.loss_scale) if value is not None)
 
 
 def _in_use(device: torch.device) -> tuple[int, int, int | None]:
@@ -210,24 +202,20 @@ def _in_use(device: torch.device) -> tuple[int, int, int | None]:
     if device.type == "cuda":
         now, peak = torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device)
         return now, peak, torch.cuda.memory_reserved(device)
-    return *_resident_bytes(), None
-
-
-def _resident_bytes() -> tuple[int, int]:
-    """Resident bytes of this process, now and at the peak. getrusage alone may give the peak of its parent."""
     status = Path("/proc/self/status")
     if not status.exists():
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        return peak, peak
+        return peak, peak, None
+    # getrusage alone may give the peak of the parent process.
     found = dict(line.split(":", 1) for line in status.read_text().splitlines())
     now, peak = (int(found[key].split()[0]) * 1024 for key in ("VmRSS", "VmHWM"))
-    return now, max(now, peak)
+    return now, max(now, peak), None
 
 
 def _planned_slots(engine: Engine) -> int:
     """Slots, memory of units' own while all of it is there, and the scratch of runs with several micro-batches."""
     schedule = engine.schedule
-    scratch = schedule.scratch_bytes if engine.reductions.memory.has_scratch else 0
+    scratch = schedule.scratch_bytes if engine.reductions.memory.scratch_memory is not None else 0
     own = (status.plan.gathered_bytes for status in engine.statuses if status.slot is None)
     rows = NUM_ROW_SLOTS * schedule.row_slot_bytes
     return sum(schedule.slot_bytes) + rows + sum(own) + NUM_REDUCTIONS * schedule.reduction_slot_bytes + scratch

@@ -155,7 +155,7 @@ def _shard(world: Channel, plan: Prepared) -> list[ShardedOptimizer]:
         place.lender = engine
     modules = dict(model.named_modules())
     install_hooks(engine, modules)
-    install_direct_gradients(engine, modules)
+    install_direct_gradients(units, modules)
     install_casts(modules, units, request.precision, plan.keep_fp32)
     install_root_hooks(engine, model)
     sharded = []
@@ -171,8 +171,8 @@ def _shard(world: Channel, plan: Prepared) -> list[ShardedOptimizer]:
             ShardedOptimizer(each, engine, own, reduce, scaler, request.early_update, on_host, request.skip_nonfinite)
         )
     if request.early_update:
-        engine.updates.make_early(sharded[0].update_early)
-    engine.gradients.settings = partial(settings_number, request.optimizers)
+        engine.reductions.make_early(sharded[0].update_early)
+    engine.reductions.settings = partial(settings_number, request.optimizers)
 
     def zero_grad(set_to_none: bool = True) -> None:
         for each in sharded:

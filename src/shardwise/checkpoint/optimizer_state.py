@@ -19,7 +19,7 @@ from ..core.optim.clip import LossScaler
 from ..core.optim.groups import shard_groups
 from ..core.optim.probe import KNOWN_PACKAGES
 from ..core.optim.sharded_optimizer import ShardedOptimizer
-from ..core.unit.stand_ins import OnDisk
+from ..core.unit.state import OnDisk
 from ..core.unit.user_parameter import place_of
 from .index import NAMES, Optimizer, Plain, Saved, Stored
 

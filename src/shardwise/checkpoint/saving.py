@@ -126,7 +126,7 @@ def begin_between_steps(
     engine: Engine, verb: str, path: str | os.PathLike[str], optimizers: Optimizers, facts: Facts = ()
 ) -> None:
     """Wait for transfers and for the last save, refuse half an update, and require the same request on all ranks."""
-    engine.updates.refuse_after_early(verb)
+    engine.reductions.refuse_after_early(verb)
     finish_last()
     engine.rest()
     engine.await_gradients()

@@ -11,17 +11,16 @@ views of it are saved. After the copy back, the views share one storage again. T
     here      on the device, until the next stretch begins
     leaving   its copy to the host is queued on the lane; its device memory is held until the computation has waited for
               the copy, which it does when the stretch after the next begins
-    away      on the host only
+    on host   on the host only
     arriving  its copy back is queued, while the backward of the stretch after it runs; device memory is held likewise
     here      the computation has waited for the copy; freed with the graph, or when the backward has moved on
 
-The last stretch of a forward is not copied, and the one before it is still here when the backward begins. Copies are
-queued and the host waits for none, so their speed does not change which storages are copied. Both directions and all
-host buffers use one lane, so a buffer may be used again as soon as the graph drops it.
+The last stretch of a forward is not copied, and the one before it is still here when the backward begins. The host
+waits for no copy, so their speed does not change which storages are copied. Both directions and all host buffers use
+one lane, so a buffer may be used again as soon as the graph drops it.
 
-What a unit saves that holds other units stays on the device. But if a checkpoint surrounds the call of a unit (as in
-Hugging Face models), the unit's inputs were saved before its forward began. The tensors saved last before such a call
-are offloaded with the unit. (Reentrant checkpoints save inputs afterwards; those stay.)
+What a unit saves that holds other units stays on the device. But if a checkpoint surrounds the call of a unit, its
+inputs were saved before its forward began: the tensors saved last before such a call are offloaded with the unit.
 """
 
 import weakref
@@ -100,8 +99,6 @@ class _Flight:
 
 @dataclass(slots=True, frozen=True)
 class _Part:
-    """A view of a `_Memory`."""
-
     memory: _Memory
     stretch: _ForwardSegment
     dtype: torch.dtype
@@ -119,14 +116,6 @@ class _Saved:
     version: int
 
 
-@dataclass(slots=True, frozen=True)
-class _Open:
-    """A unit whose forward runs, and the storages its weights are gathered in."""
-
-    index: int
-    weights: frozenset[int]
-
-
 class HostActivations:
     """Offloads activations. The engine reports each unit's forward with `before` and `after`, recomputes excepted.
 
@@ -141,7 +130,8 @@ class HostActivations:
         self._lane = Lane(device)
         self.buffers = HostBuffers(device.type == "cuda", lambda: host_waits_for(self._lane.mark_for_host()))
         self._hooks = saved_tensors_hooks(self._pack, self._unpack)
-        self._open: list[_Open] = []
+        # Units whose forward runs, and the storages their weights are gathered in.
+        self._open: list[tuple[int, frozenset[int]]] = []
         # In this forward: the storages to offload, and tensors that may be offloaded with the unit that begins next.
         self._known: dict[tuple[StorageWeakRef, int], weakref.ref[_Memory]] = {}
         self._undecided: list[weakref.ref[_Saved]] = []
@@ -164,10 +154,10 @@ class HostActivations:
             return
         if not self._open:
             self._begin_forward()
-        unit = self._units[index]
-        weights = frozenset(_address(state.compute_params[0]) for state in unit.states)
+        states = self._units[index].states
+        weights = frozenset(state.compute_params[0].untyped_storage().data_ptr() for state in states)
         undecided = self._pass_boundary()
-        self._open.append(_Open(index, weights))
+        self._open.append((index, weights))
         if index in self._hosted and _top_pack() != self._pack:
             for saved in [ref() for ref in undecided]:
                 if saved is not None:
@@ -175,7 +165,7 @@ class HostActivations:
 
     def after(self, index: int) -> None:
         """Report that a unit's forward ended, or failed, perhaps before `before` was called."""
-        if self._open and self._open[-1].index == index:
+        if self._open and self._open[-1][0] == index:
             self._open.pop()
             self._pass_boundary()
             if not self._open:
@@ -216,9 +206,9 @@ class HostActivations:
     def _pack(self, tensor: Tensor) -> _Saved:
         # Detached: the tensor's graph holds the object that is returned here, which would be a cycle.
         held = tensor if tensor.is_leaf else tensor.detach()
-        saved = _Saved(self._units[self._open[-1].index].name, held, tensor._version)
+        saved = _Saved(self._units[self._open[-1][0]].name, held, tensor._version)
         if torch._C._current_graph_task_id() == -1 and self._is_worth_it(tensor):
-            if self._open[-1].index in self._hosted:
+            if self._open[-1][0] in self._hosted:
                 self._take(saved)
             else:
                 self._undecided.append(weakref.ref(saved))
@@ -238,7 +228,7 @@ class HostActivations:
         num_bytes, address = storage.nbytes(), storage.data_ptr()
         if num_bytes < MIN_OFFLOADED_ACTIVATION_BYTES or tensor.nbytes < MIN_PART * num_bytes:
             return False
-        return all(address not in unit.weights for unit in self._open)
+        return all(address not in weights for _, weights in self._open)
 
     def _take(self, saved: _Saved) -> None:
         """Offload a saved tensor with the stretch that runs, together with other views of the same storage."""
@@ -267,7 +257,7 @@ class HostActivations:
         if self._last is not None and self._last.live():
             self._start_sending(self._last)
         self._num_stretches += 1
-        stretch = _ForwardSegment(self._num_stretches, self._units[self._open[-1].index].name)
+        stretch = _ForwardSegment(self._num_stretches, self._units[self._open[-1][0]].name)
         self._stretches[stretch.serial] = stretch
         return stretch
 
@@ -276,7 +266,8 @@ class HostActivations:
         with self._lane.after_compute().named(f"activations of {stretch.unit} to host"):
             for memory in stretch.live():
                 if memory.here is not None and not memory.is_copied:
-                    memory.host.copy_(_bytes_in(memory.here), non_blocking=True)
+                    storage = torch.empty(0, dtype=torch.uint8, device=self._device).set_(memory.here.untyped_storage())
+                    memory.host.copy_(storage, non_blocking=True)
                     tensors.append(memory.here)
                     self._host.moves.add("to_host", memory.num_bytes)
         self._leaving.append(_Flight(stretch, tensors, self._lane.mark()))
@@ -286,7 +277,7 @@ class HostActivations:
     def _unpack(self, saved: _Saved) -> Tensor:
         if torch.is_grad_enabled() and torch._C._current_graph_task_id() != -1:
             raise StateError(
-                "create_graph=True in a model whose activations rest on the host: what comes back has no history to go "
+                "create_graph=True in a model whose activations are offloaded: what comes back has no history to go "
                 "through a second time; use activations_on='device'"
             )
         found = saved.found
@@ -335,13 +326,13 @@ class HostActivations:
         self._here.clear()
 
     def _start_fetching(self, stretch: _ForwardSegment) -> None:
-        away = [memory for memory in stretch.live() if memory.here is None]
-        if not away:
+        on_host = [memory for memory in stretch.live() if memory.here is None]
+        if not on_host:
             return
         # Allocated on the compute stream, where work that was queued before may still use this memory.
-        here = [torch.empty(memory.num_bytes, dtype=torch.uint8, device=self._device) for memory in away]
+        here = [torch.empty(memory.num_bytes, dtype=torch.uint8, device=self._device) for memory in on_host]
         with self._lane.after_compute().named(f"activations of {stretch.unit} to device"):
-            for memory, tensor in zip(away, here, strict=True):
+            for memory, tensor in zip(on_host, here, strict=True):
                 tensor.copy_(memory.host, non_blocking=True)
                 memory.here, memory.version = tensor, tensor._version
                 self._host.moves.add("to_device", memory.num_bytes)
@@ -352,15 +343,6 @@ def _top_pack() -> Any:
     """The pack hook that autograd calls at present, or None."""
     hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return None if hooks is None else hooks[0]
-
-
-def _address(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
-
-
-def _bytes_in(tensor: Tensor) -> Tensor:
-    """The whole storage of a tensor, as bytes."""
-    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
 
 
 def _refuse_overwritten(is_overwritten: bool, unit: str, shape: torch.Size) -> None:

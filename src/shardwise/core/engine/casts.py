@@ -32,32 +32,17 @@ from .nested_tensors import map_tensors
 
 # Layers of torch that take no other dtype than that of their weights. Others promote dtypes, and get no casts. Layers
 # are recognised by their forward: a subclass with a forward of its own may want its inputs unchanged.
-_STRICT = {
-    kind.forward
-    for kind in (
-        nn.Linear,
-        nn.Bilinear,
-        nn.LayerNorm,
-        nn.GroupNorm,
-        nn.InstanceNorm1d,
-        nn.RNN,
-        nn.LSTM,
-        nn.GRU,
-        nn.RNNCell,
-        nn.LSTMCell,
-        nn.GRUCell,
-        nn.MultiheadAttention,
-        nn.PReLU,
-    )
-}
+_STRICT = {kind.forward for kind in (
+    nn.Linear, nn.Bilinear, nn.LayerNorm, nn.GroupNorm, nn.InstanceNorm1d, nn.RNN, nn.LSTM, nn.GRU, nn.RNNCell,
+    nn.LSTMCell, nn.GRUCell, nn.MultiheadAttention, nn.PReLU,
+)}  # fmt: skip
 # Modules of Hugging Face that fail in 16 bits: Fourier transforms, products with fp32 buffers, and routers that cast
 # their own weights to fp32.
-_HF = "transformers.models"
 _BROKEN_BY_16_BITS = {
-    f"{_HF}.fnet.modeling_fnet.FNetBasicFourierTransform",
-    f"{_HF}.openai.modeling_openai.Attention",
-    f"{_HF}.switch_transformers.modeling_switch_transformers.SwitchTransformersTop1Router",
-    f"{_HF}.nllb_moe.modeling_nllb_moe.NllbMoeTop2Router",
+    "fnet.modeling_fnet.FNetBasicFourierTransform",
+    "openai.modeling_openai.Attention",
+    "switch_transformers.modeling_switch_transformers.SwitchTransformersTop1Router",
+    "nllb_moe.modeling_nllb_moe.NllbMoeTop2Router",
 }
 # After this many calls without anything to cast, a layer's hook is removed.
 _CALLS_TO_TRUST = 3
@@ -87,7 +72,7 @@ def _needs_fp32(module: nn.Module) -> bool:
         (isinstance(module, _NormBase) and module.running_mean is not None)
         or isinstance(module, ParametrizationList)
         or any(isinstance(hook, (WeightNorm, SpectralNorm)) for hook in module._forward_pre_hooks.values())
-        or f"{kind.__module__}.{kind.__name__}" in _BROKEN_BY_16_BITS
+        or f"{kind.__module__}.{kind.__name__}".removeprefix("transformers.models.") in _BROKEN_BY_16_BITS
     )
 
 
@@ -103,19 +88,19 @@ def install_casts(
     modules: dict[str, nn.Module], units: Sequence[Unit], precision: Precision, kept: Sequence[str]
 ) -> None:
     """Install hooks and forwards that cast. `kept` are patterns of modules that compute in fp32."""
-    device = units[0].states[0].device.type
-    if precision.compute != FP32:
-        _cast_at_layers(modules, units, precision, kept, device)
-    _cast_at_borders([modules[path] for path in _outermost(modules, kept)], precision.compute.torch)
+    device, compute = units[0].states[0].device.type, precision.compute.torch
+    sites = [site for unit in units for state in unit.states for spec in state.flat.params for site in spec.sites]
+    # A weight with a parametrization belongs to the layer that the parametrization is registered on.
+    for path in dict.fromkeys(site.module.partition(".parametrizations.")[0] for site in sites):
+        if precision.compute != FP32 and _is_strict(modules[path]):
+            _InputCast(modules[path], torch.float32 if matches(path, kept) else compute, device)
+    inside = [path for path in modules if any(fnmatchcase(path, pattern) for pattern in kept)]
+    outermost = [path for path in inside if not any(path.startswith(f"{other}.") for other in inside)]
+    _cast_at_borders([modules[path] for path in outermost], compute)
     if precision.autocast is not None:
         # Units as well: parts of a model may be called without its root.
         for module in {id(module): module for module in (modules[""], *(unit.module for unit in units))}.values():
             _run_under_autocast(module, device, precision.autocast.torch)
-
-
-def _outermost(modules: dict[str, nn.Module], patterns: Sequence[str]) -> list[str]:
-    kept = [path for path in modules if any(fnmatchcase(path, pattern) for pattern in patterns)]
-    return [path for path in kept if not any(path.startswith(f"{other}.") for other in kept)]
 
 
 def _cast_at_borders(modules: Iterable[nn.Module], compute: torch.dtype) -> None:
@@ -141,17 +126,6 @@ def _cast_at_borders(modules: Iterable[nn.Module], compute: torch.dtype) -> None
         if type(module).forward is not nn.BatchNorm1d.forward:
             module.register_forward_pre_hook(before, with_kwargs=True)
             module.register_forward_hook(after)
-
-
-def _cast_at_layers(
-    modules: dict[str, nn.Module], units: Iterable[Unit], precision: Precision, kept: Sequence[str], device: str
-) -> None:
-    sites = [site for unit in units for state in unit.states for spec in state.flat.params for site in spec.sites]
-    # A weight with a parametrization belongs to the layer that the parametrization is registered on.
-    for path in dict.fromkeys(site.module.partition(".parametrizations.")[0] for site in sites):
-        if _is_strict(modules[path]):
-            dtype = torch.float32 if matches(path, kept) else precision.compute.torch
-            _InputCast(modules[path], dtype, device)
 
 
 def _is_strict(module: nn.Module) -> bool:

@@ -8,6 +8,7 @@ This changes speed only. If no place is open, the graph is compiled, or the grad
 (`torch.autograd.grad`, `create_graph`), the layer is an ordinary one, and its gradient is copied as usual.
 """
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -16,16 +17,13 @@ from torch import Tensor, nn
 
 from ...base.dtypes import FP32
 from ..saved_tensors import keep, kept
-from ..unit.state import FlatState
-from .runtime import Engine
+from ..unit.state import FlatState, Unit
 
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, engine: Engine, state: FlatState, index: int
-    ) -> Tensor:
-        ctx.engine, ctx.state, ctx.index = engine, state, index
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, state: FlatState, index: int) -> Tensor:
+        ctx.state, ctx.index = state, index
         keep(ctx, x, weight if x.requires_grad else None)
         out = F.linear(x, weight, bias)
         # A view that a custom function returns may not be changed in place, as an activation after it may do.
@@ -51,12 +49,11 @@ class _Linear(torch.autograd.Function):
         except RuntimeError:
             is_direct = False  # torch.autograd.grad was called for this very weight
         if is_direct:
-            gradient.put(ctx.index, rows, inputs, ctx.engine.scale)
+            gradient.put(ctx.index, rows, inputs)
         return (
             None if weight is None else rows.mm(weight).view(x.shape),
             None if is_direct else rows.t().mm(inputs),
             rows.sum(0) if ctx.needs_input_grad[2] else None,
-            None,
             None,
             None,
         )
@@ -66,24 +63,20 @@ class _Linear(torch.autograd.Function):
 _apply_linear: Any = super(torch.autograd.Function, _Linear).apply
 
 
-def install_direct_gradients(engine: Engine, modules: dict[str, nn.Module]) -> None:
+def install_direct_gradients(units: Iterable[Unit], modules: dict[str, nn.Module]) -> None:
     """Let the plain linear layers of a model write their gradients directly."""
-    for unit in engine.units:
-        for state in unit.states:
-            if not state.flat.trainable or not _can_multiply_into(state):
+    for unit in units:
+        for state in unit.trainable_states:
+            flat = state.flat
+            # Products of 16-bit matrices come out in fp32 on a GPU; on a CPU in their own dtype only.
+            if flat.reduce != flat.compute and not (state.device.type == "cuda" and flat.reduce == FP32):
                 continue
-            for index, spec in enumerate(state.flat.params):
+            for index, spec in enumerate(flat.params):
                 for site in spec.sites:
                     module = modules[site.module]
                     if site.attribute == "weight" and isinstance(module, nn.Linear) and _is_plain(module):
-                        module.forward = _forward(module, engine, state, index)  # type: ignore[method-assign]
+                        module.forward = _forward(module, state, index)  # type: ignore[method-assign]
                         unit.writes_directly = True
-
-
-def _can_multiply_into(state: FlatState) -> bool:
-    """Products of 16-bit matrices come out in fp32 on a GPU; on a CPU in their own dtype only."""
-    flat = state.flat
-    return flat.reduce == flat.compute or (state.device.type == "cuda" and flat.reduce == FP32)
 
 
 def _is_plain(module: nn.Linear) -> bool:
@@ -92,7 +85,7 @@ def _is_plain(module: nn.Linear) -> bool:
     )
 
 
-def _forward(module: nn.Linear, engine: Engine, state: FlatState, index: int) -> Any:
+def _forward(module: nn.Linear, state: FlatState, index: int) -> Any:
     parameters, param = module._parameters, state.compute_params[index]
 
     def forward(input: Tensor) -> Tensor:  # noqa: A002, nn.Linear's own name for it
@@ -108,6 +101,6 @@ def _forward(module: nn.Linear, engine: Engine, state: FlatState, index: int) ->
             or torch.autograd.forward_ad._current_level >= 0
         ):
             return nn.Linear.forward(module, input)
-        return _apply_linear(input, param, parameters["bias"], engine, state, index)
+        return _apply_linear(input, param, parameters["bias"], state, index)
 
     return forward

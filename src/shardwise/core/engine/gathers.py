@@ -35,7 +35,7 @@ GATHERING = Weights.GATHERING
 
 @dataclass(slots=True)
 class GatherInFlight:
-    """A gather in flight. `staged` is host memory that is copied to the device, `row_slot` is for encoded rows."""
+    """`staged` is host memory that is copied to the device, `row_slot` is for encoded rows."""
 
     journeys: list[HopChain]
     queued: Mark
@@ -75,7 +75,8 @@ class Gathers:
         self._owed: deque[int] = deque()
         self._row_slots = deque(self.memory.row_slots)
         self._has_codecs = schedule.row_slot_bytes > 0
-        self._is_staged = [any(state.flat.is_staged for state in unit.states) for unit in units]
+        self._row_bytes = [[state.flat.gathered_row_bytes for state in unit.states] for unit in units]
+        self.is_staged = [any(state.flat.is_staged for state in unit.states) for unit in units]
         self._masters_version = self._version_of_masters()
         for unit in units:
             unit.show_resting()
@@ -102,16 +103,16 @@ class Gathers:
         self._start_ahead(ahead)
         self.arrive(index)
 
+    def arrive(self, index: int) -> None:
+        """Wait for a unit's gather, if it is in flight."""
+        if self.statuses[index].weights is GATHERING:
+            self._finish(index)
+
     def show(self, index: int) -> None:
         """Wait for a unit's gather, if it is in flight, and register its compute parameters in the modules."""
         if self.statuses[index].weights is GATHERING:
             self._finish(index)
         self._units[index].show_compute()
-
-    def arrive(self, index: int) -> None:
-        """Wait for a unit's gather, if it is in flight."""
-        if self.statuses[index].weights is GATHERING:
-            self._finish(index)
 
     def _start_ahead(self, ahead: Sequence[int]) -> None:
         """Start gathers up to the first unit that the host still updates, and postpone the rest. On another rank that
@@ -176,16 +177,19 @@ class Gathers:
             status.finish_gather()
             unit.stamp(status.version)
             return
-        is_encoded = self._has_codecs and any(gather.is_encoded for gather in todo)
-        row_slot = self._take_row_slot() if is_encoded else None
+        row_slot: Tensor | None = None
+        if self._has_codecs and any(gather.is_encoded for gather in todo):
+            while not self._row_slots:
+                self._finish(next(index for index, gather in self._in_flight.items() if gather.row_slot is not None))
+            row_slot = self._row_slots.popleft()
         with self.lane.after_compute().named(f"gather {unit.name}"):
             self.memory.fetch(index)
             journeys: list[HopChain] = []
             place: Tensor | None = None
             staged: dict[Flat, Tensor] = {}
-            if self._is_staged[index] and (wanted := self._wanted_from_disk(index, todo)):
+            if self.is_staged[index] and (wanted := self._wanted_from_disk(index, todo)):
                 place, staged = self._host.take_staged(wanted)
-            rows = [] if row_slot is None else self.memory.rows_in(row_slot, unit)
+            rows = [] if row_slot is None else _cut(row_slot, self._row_bytes[index])
             for at, is_stale, is_encoded in todo:
                 state, flat = unit.states[at], unit.states[at].flat
                 if not flat.master_is_whole:
@@ -203,11 +207,6 @@ class Gathers:
                 self._row_slots.append(row_slot)
                 journeys, row_slot = [], None
             self._in_flight[index] = GatherInFlight(journeys, self.lane.mark(), place, row_slot)
-
-    def _take_row_slot(self) -> Tensor:
-        while not self._row_slots:
-            self._finish(next(index for index, gather in self._in_flight.items() if gather.row_slot is not None))
-        return self._row_slots.popleft()
 
     def _finish(self, index: int) -> None:
         gather = self._in_flight.pop(index)
@@ -231,23 +230,16 @@ class Gathers:
 
     # Parameters on disk.
 
-    def read_ahead_in_forward(self, index: int) -> None:
-        if self._is_staged[index]:
-            order = self.schedule.order
-            self._read_ahead(order[order.index(index) + 1 :][:NUM_STAGED], "forward")
-
-    def read_ahead_in_backward(self, index: int) -> None:
-        if self._is_staged[index]:
-            order = self.schedule.order
-            ahead = order[: order.index(index)][::-1][:NUM_STAGED]
-            self._read_ahead((other for other in ahead if self.schedule.units[other].backward_reads), "backward")
-
-    def _read_ahead(self, ahead: Iterable[int], pass_: Pass) -> None:
+    def read_ahead(self, index: int, pass_: Pass) -> None:
         """Start to read parameters for the next units to compute."""
-        for other in ahead:
-            wanted = self._wanted_from_disk(other, self.statuses[other].todo(pass_))
-            if wanted and not (self._host_jobs.is_updated(self._units[other]) and self._host.ask_staged(wanted)):
-                return
+        order = self.schedule.order
+        at = order.index(index)
+        ahead = order[at + 1 :] if pass_ == "forward" else order[:at][::-1]
+        for other in ahead[:NUM_STAGED]:
+            if pass_ == "forward" or self.schedule.units[other].backward_reads:
+                wanted = self._wanted_from_disk(other, self.statuses[other].todo(pass_))
+                if wanted and not (self._host_jobs.is_updated(self._units[other]) and self._host.ask_staged(wanted)):
+                    return
 
     def _wanted_from_disk(self, index: int, todo: Iterable[FlatGather]) -> list[OffloadedState]:
         """The state of a unit to read from disk. A copy at rest that the gather is about to renew is not read."""
@@ -381,17 +373,6 @@ class GatherMemory:
                 self.own.pop(status.index, None)
                 self._bind(status, self.slots[status.slot])
 
-    @staticmethod
-    def rows_in(row_slot: Tensor, unit: Unit) -> list[Tensor]:
-        """The part of a row slot for every flat of a unit; empty for a flat that is not encoded."""
-        found: list[Tensor] = []
-        start = 0
-        for state in unit.states:
-            num_bytes = state.flat.gathered_row_bytes
-            found.append(row_slot[start : start + num_bytes])
-            start += aligned(num_bytes)
-        return found
-
     def fetch(self, index: int) -> None:
         """Allocate a unit's own memory again before a gather, if it was released."""
         own = self.own.get(index)
@@ -402,15 +383,20 @@ class GatherMemory:
         self.own[index].untyped_storage().resize_(0)
 
     def _bind(self, status: UnitStatus, memory: Tensor) -> None:
-        start = 0
-        for state in self._units[status.index].states:
-            flat = state.flat
-            if flat.master_is_whole:
-                state.bind(state.master)
-                continue
-            num_bytes = flat.num_elems * flat.compute.itemsize
-            state.bind(memory[start : start + num_bytes].view(flat.compute.torch))
-            start += aligned(num_bytes)
+        states = self._units[status.index].states
+        flats = [state.flat for state in states]
+        sizes = [0 if flat.master_is_whole else flat.num_elems * flat.compute.itemsize for flat in flats]
+        for state, part in zip(states, _cut(memory, sizes), strict=True):
+            state.bind(state.master if state.flat.master_is_whole else part.view(state.flat.compute.torch))
+
+
+def _cut(memory: Tensor, sizes: Sequence[int]) -> list[Tensor]:
+    """Aligned parts of some memory, one for each number of bytes."""
+    parts, start = [], 0
+    for num_bytes in sizes:
+        parts.append(memory[start : start + num_bytes])
+        start += aligned(num_bytes)
+    return parts
 
 
 def _address(tensor: Tensor) -> int:

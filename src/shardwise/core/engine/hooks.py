@@ -47,7 +47,7 @@ class _UnitHooks:
         # The setting of autocast's cache before each call that has not returned.
         self._kept_casts: list[bool] = []
 
-    def before(self, module: nn.Module, args: Any) -> None:
+    def before(self, module: nn.Module, args: Any, kwargs: Any = None) -> None:
         self._kept_casts.append(torch.is_autocast_cache_enabled())
         torch.set_autocast_cache_enabled(False)
         if _is_recompute():
@@ -58,8 +58,27 @@ class _UnitHooks:
                 if inner._forward_hooks and inner not in self._watched:
                     self._watched.add(inner)
                     inner.register_forward_hook(_opaque(self._watch))
+            if torch._C._are_functorch_transforms_active():
+                self._enter_transform()
             self._engine.before_forward(self._index)
             self._engine.activations.before(self._index)
+
+    def _enter_transform(self) -> None:
+        """Refuse vmap, jvp and other transforms around a gather, because they trace every operation. They also wrap the
+        outputs, so the backward is noticed by hooks on the parameters instead."""
+        engine, index, plans = self._engine, self._index, self._engine.schedule.units
+        if plans[index].layout.gathered_until != "always" or not all(
+            engine.statuses[unit].is_ready("forward") or all(flat.master_is_whole for flat in plans[unit].flats)
+            for unit in (index, *engine.schedule.before_forward[index])
+        ):
+            raise StateError(
+                f"a transform of torch.func around unit {plans[index].name!r}, whose weights are gathered when it "
+                "runs: use a layout whose weights are whole (ddp), or torch.func.functional_call with "
+                "sw.full_state_dict(model)"
+            )
+        for state in engine.units[index].trainable_states:
+            for at in range(len(state.compute_params)):
+                engine.lend(state, at)
 
     def _watch(self, module: nn.Module, args: Any, output: Any) -> None:
         """Record the output of a module that has a hook of the user's, which may use it in a loss."""
@@ -113,34 +132,20 @@ class _UnitHooks:
             )
 
 
-class _ScaleGradient(torch.autograd.Function):
-    """Cast the model's output to fp32. The backward multiplies the gradient by the loss scale, then casts it back."""
+class _Scale(torch.autograd.Function):
+    """Cast a tensor on its way into the model (`enters`) or out of it. The backward divides or multiplies its gradient
+    by the loss scale. What leaves is always a copy in fp32: the caller may change the output in place."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, engine: Engine) -> Tensor:
-        ctx.dtype = tensor.dtype
-        ctx.engine = engine
-        # Always a copy: the caller may change the output in place.
-        return tensor.to(torch.float32, copy=True)
+    def forward(ctx: Any, tensor: Tensor, engine: Engine, enters: bool) -> Tensor:
+        ctx.dtype, ctx.engine, ctx.enters = tensor.dtype, engine, enters
+        return tensor.view_as(tensor) if enters else tensor.to(torch.float32, copy=True)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        ctx.engine.is_loss_scaled = True
-        return (grad * ctx.engine.scale.loss_scale).to(ctx.dtype), None
-
-
-class _UnscaleGradient(torch.autograd.Function):
-    """Return an input of the model unchanged. The backward divides its gradient by the loss scale."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, engine: Engine) -> Tensor:
-        ctx.dtype = tensor.dtype
-        ctx.engine = engine
-        return tensor.view_as(tensor)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return (grad.float() / ctx.engine.scale.loss_scale).to(ctx.dtype), None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        scale = ctx.engine.scale.loss_scale
+        ctx.engine.is_loss_scaled = ctx.engine.is_loss_scaled or not ctx.enters
+        return (grad.float() / scale if ctx.enters else grad * scale).to(ctx.dtype), None, None
 
 
 def install_root_hooks(engine: Engine, model: nn.Module) -> None:
@@ -150,13 +155,11 @@ def install_root_hooks(engine: Engine, model: nn.Module) -> None:
 
     def enter(tensor: Tensor) -> Tensor:
         if is_scaled and tensor.requires_grad:
-            tensor = _UnscaleGradient.apply(tensor, engine)  # type: ignore[no-untyped-call]
+            tensor = _Scale.apply(tensor, engine, True)  # type: ignore[no-untyped-call]
         return tensor.to(compute) if tensor.is_floating_point() and tensor.dtype != compute else tensor
 
     def leave(tensor: Tensor) -> Tensor:
-        if tensor.grad_fn is None:
-            return tensor
-        return _ScaleGradient.apply(tensor, engine)  # type: ignore[no-untyped-call]
+        return tensor if tensor.grad_fn is None else _Scale.apply(tensor, engine, False)  # type: ignore[no-untyped-call]
 
     def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not _is_recompute():
@@ -187,7 +190,7 @@ def install_hooks(engine: Engine, modules: dict[str, nn.Module]) -> None:
         hooks = _UnitHooks(engine, unit.index)
         before, after = _opaque(hooks.before), _opaque(hooks.after)
         for module in entries.values():
-            engine.entries.setdefault(module, []).append((partial(_without_kwargs, before), after))
+            engine.entries.setdefault(module, []).append((before, after))
             module.register_forward_pre_hook(before, prepend=True)
             module.register_forward_hook(after, always_call=True)
     _show_to_encoders(engine, modules)
@@ -203,10 +206,6 @@ def _show_to_encoders(engine: Engine, modules: dict[str, nn.Module]) -> None:
                 if unit.module in inside:
                     encoder.register_forward_pre_hook(_opaque(lambda *_, unit=unit: unit.show_compute()))
                     encoder.register_forward_hook(_opaque(lambda *_, unit=unit: unit.show_resting()), always_call=True)
-
-
-def _without_kwargs(before: Callable[..., None], module: nn.Module, args: Any, kwargs: Any) -> None:
-    before(module, args)
 
 
 def register_forward(module: nn.Module, method: str) -> None:

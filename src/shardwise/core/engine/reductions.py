@@ -4,162 +4,164 @@ A reduction is opened (its gradients get memory), written, started and finished.
 if layers of the unit write their gradients there directly, else when it is started. Starting and finishing have a lane
 each, so that the start of a reduction never waits for the one before. On a GPU the finish is queued at once. On a CPU
 it would block the caller: there the last hop, the one between nodes, runs on until the slot is needed again or the
-backward ends. Gradients that the host reads are copied to it on a third lane; then their slot is free.
+backward ends. Gradients that the host reads are copied to it on a third lane; then their slot is free. The optimizer
+updates masters on a fourth lane, behind the reductions that it needs, perhaps already during the backward.
 """
 
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ...base.errors import StateError
 from ..schedule.step_schedule import NUM_LEAVING, NUM_REDUCTIONS, Schedule, aligned
+from ..schedule.unit_status import UnitStatus
 from ..unit.carrier import Channels
-from ..unit.gradient import GradScale, ReductionInFlight, SlotViews
+from ..unit.gradient import Room
 from ..unit.state import FlatState, Unit
-from ..wire.collectives import Channel, finish, start_all_reduce
+from ..wire.collectives import finish, start_all_reduce
 from .streams import Lane, Mark, PendingHostCopy, host_waits_for, is_capturing
 
 
-@dataclass(frozen=True, slots=True)
-class Opened:
-    """The slot of a unit whose gradients are being written, if it needs one, and each flat's part of it."""
-
-    slot: int | None
-    rooms: list[SlotViews]
-
-
-@dataclass(frozen=True, slots=True)
-class Started:
+class Started(NamedTuple):
     """The reductions of a unit's flats that were started; `mark` is the point on the lane behind their start."""
 
     states: list[FlatState]
-    reductions: list[ReductionInFlight]
     is_sync: bool
     slot: int | None
     mark: Mark
-
-
-@dataclass(frozen=True, slots=True)
-class Fill:
-    """The tensors in which autograd left gradients, held until the point at which they have been read."""
-
-    taken: list[list[Tensor | None]]
-    read: Mark
 
 
 class Reductions:
     def __init__(
         self,
         schedule: Schedule,
+        statuses: list[UnitStatus],
         units: list[Unit],
         channels: Channels,
-        scale: GradScale,
         device: torch.device,
         await_update: Callable[[FlatState], None],
     ) -> None:
+        self._statuses = statuses
         self._units = units
+        self._states = [state for unit in units for state in unit.trainable_states]
         self._channels = channels
+        self._device = device
         # Waits until the host's update has read a flat's gradient, because the next gradient overwrites it.
-        self.await_update = await_update
-        self._scale = scale
+        self._await_update = await_update
         self.memory = ReductionMemory(schedule, device)
-        self.lane, self._finish_lane, self._leave_lane = Lane(device), Lane(device), Lane(device)
+        self._lane, self._finish_lane, self._leave_lane, self._update_lane = (Lane(device) for _ in range(4))
         # Points at which gradients are on the host; and flats whose device memory can be released after these points.
         self.arrived: dict[FlatState, Mark] = {}
         self._left: deque[tuple[FlatState, tuple[Mark, ...]]] = deque()
         self._needs_slot = [plan.reduced_bytes > 0 for plan in schedule.units]
         self._next_slot = 0
-        self._opened: dict[int, Opened] = {}
+        # Units that are not reduced yet in this backward, in the schedule's order.
+        self._due: deque[int] = deque()
+        # Units whose gradients are being written, and their slots.
+        self._opened: dict[int, int | None] = {}
         self._started: deque[Started] = deque()
-        self._fill: Fill | None = None
+        # The tensors in which autograd left gradients, held until the point at which they have been read.
+        self._taken: tuple[list[list[Tensor | None]], Mark] | None = None
         # Gradients that the computation has not waited for yet, and the points at which they are reduced.
         self._finished: dict[FlatState, Mark] = {}
-        # With early updates: called with flats whose gradient is final.
-        self.on_final: Callable[[list[FlatState]], None] | None = None
+        # With early updates: called with flats whose gradient is final; the point where this step's forward began; True
+        # if weights have changed since.
+        self._update_early: Callable[[list[FlatState]], None] | None = None
+        self._forward_began: Mark = None
+        self._awaits_step = False
+        self.all_used: Tensor | None = None
+        # A small number computed from the optimizers' settings; and the last sum of all ranks' numbers, not yet read.
+        self.settings: Callable[[], int] = lambda: 0
+        self._sum: tuple[PendingHostCopy, int] | None = None
 
     @property
-    def lanes(self) -> tuple[Lane, Lane, Lane]:
-        return self.lane, self._finish_lane, self._leave_lane
+    def lanes(self) -> tuple[Lane, ...]:
+        return self._lane, self._finish_lane, self._leave_lane, self._update_lane
+
+    # During a backward.
+
+    def begin_backward(self, order: Iterable[int]) -> None:
+        self._due = deque(order)
+
+    def start_complete(self, is_sync: bool, all_units: bool = False) -> None:
+        """Start the next reductions in the schedule's order, up to the first unit whose gradients are not complete."""
+        while self._due and (all_units or self._statuses[self._due[0]].is_complete):
+            self._start(self._due.popleft(), is_sync)
 
     def open_for_compute(self, index: int) -> None:
-        """Give a unit's gradients memory before its backward, which writes them there.
+        """Give a unit's gradients memory before its backward, which writes them there. Only the next unit to be reduced
+        gets it: any other could take the slot that the next one needs."""
+        if self._due and self._due[0] == index and index not in self._opened:
+            slot = self._opened[index] = self._open(index)
+            for mark in () if slot is None else self.memory.freed[slot]:
+                self._lane.compute_waits_for(mark)
 
-        Call this only for the next unit to be reduced: any other could take the slot that the next one needs.
-        """
-        if index not in self._opened:
-            opened = self._opened[index] = self._open(index)
-            if opened.slot is not None:
-                for mark in self.memory.freed[opened.slot]:
-                    self.lane.compute_waits_for(mark)
-
-    def _open(self, index: int) -> Opened:
+    def _open(self, index: int) -> int | None:
         unit = self._units[index]
         slot = self._next_slot if self._needs_slot[index] else None
         if slot is not None:
             self._next_slot = (slot + 1) % NUM_REDUCTIONS
             while slot in [started.slot for started in self._started]:
                 self._finish_oldest()
-        rooms = self.memory.rooms(unit, slot)
-        for state, room in zip(unit.trainable_states, rooms, strict=True):
+        for state, room in zip(unit.trainable_states, self.memory.rooms(unit, slot), strict=True):
             if state.flat.host_updates and state.gradient.stage == "final":
                 # The final gradient becomes a partial sum again, in the same memory.
-                self.await_update(state)
-                host_waits_for(self.arrived.get(state))
+                self.await_on_host(state)
             elif state.flat.grads_on_host:
-                self.lane.compute_waits_for(self.arrived.get(state))
-            state.gradient.open(slot, room.grads, self._scale)
-        return Opened(slot, rooms)
+                self._lane.compute_waits_for(self.arrived.get(state))
+            state.gradient.open(slot, room)
+        return slot
 
-    def start(self, index: int, is_sync: bool) -> None:
+    def _start(self, index: int, is_sync: bool) -> None:
         unit = self._units[index]
-        opened = self._opened.pop(index) if index in self._opened else self._open(index)
-        self._release_fill()
+        slot = self._opened.pop(index) if index in self._opened else self._open(index)
+        self._release_taken()
         self._release_left(NUM_LEAVING - 2)  # two more are being written and reduced
         states = unit.trainable_states
         taken = [state.take_gradients() for state in states]
         if torch.is_grad_enabled():  # create_graph=True: gradients have graphs of their own
             taken = [[None if grad is None else grad.detach() for grad in grads] for grads in taken]
-        lane = self.lane.after_compute()
-        for freed in () if opened.slot is None else self.memory.freed[opened.slot]:
+        lane = self._lane.after_compute()
+        for freed in () if slot is None else self.memory.freed[slot]:
             lane.after(freed)
         with lane.named(f"reduce {unit.name}"):
-            reductions = [
-                state.gradient.start_reduction(grads, room, is_sync, self._channels, self._scale, self.memory.scratch)
-                for state, grads, room in zip(states, taken, opened.rooms, strict=True)
+            journeys = [
+                state.gradient.start_reduction(grads, is_sync, self._channels, self.memory.scratch)
+                for state, grads in zip(states, taken, strict=True)
             ]
-            mark = self.lane.mark()
-        self._started.append(Started(states, reductions, is_sync, opened.slot, mark))
-        self._fill = Fill(taken, mark)
+            mark = self._lane.mark()
+        self._started.append(Started(states, is_sync, slot, mark))
+        self._taken = (taken, mark)
         if self._finish_lane.queues:
             self._finish_oldest()
         else:
-            for reduction in reductions:
-                reduction.journey.go_to_last()
+            for journey in journeys:
+                journey.go_to_last()
 
-    def _release_fill(self) -> None:
+    def _release_taken(self) -> None:
         """Drop autograd's gradients. Their memory belongs to the compute stream, which waits until they were read."""
-        if self._fill is not None:
-            self.lane.compute_waits_for(self._fill.read)
-            self._fill = None
+        if self._taken is not None:
+            self._lane.compute_waits_for(self._taken[1])
+            self._taken = None
 
     def _finish_oldest(self) -> None:
-        started = self._started.popleft()
-        states = started.states
-        lane = self._finish_lane.after(started.mark)
+        states, is_sync, slot, mark = self._started.popleft()
+        lane = self._finish_lane.after(mark)
         for state in states:
             lane.after(self.arrived.get(state))
         with lane:
-            for reduction in started.reductions:
-                reduction.gradient.finish_reduction(reduction, self._scale)
+            for state in states:
+                state.gradient.finish_reduction()
         marks = self._leave(states)
         self._finished |= dict.fromkeys(states, marks[-1])
-        if started.slot is not None:
-            self.memory.freed[started.slot] = marks
-        if self.on_final is not None and started.is_sync:
-            self.on_final(states)
+        if slot is not None:
+            self.memory.freed[slot] = marks
+        if self._update_early is not None and is_sync:
+            self._update_early(states)
+            self._awaits_step = True
 
     def _leave(self, states: list[FlatState]) -> tuple[Mark, ...]:
         """Copy gradients to the host if the host reads them. Return the points after which their slot is free."""
@@ -168,7 +170,7 @@ class Reductions:
         if not leaving:
             return (mark,)
         for state in leaving:
-            self.await_update(state)
+            self._await_update(state)
         with self._leave_lane.after(mark).named(f"leave {states[0].unit_name}"):
             for state in leaving:
                 state.gradient.leave()
@@ -184,32 +186,23 @@ class Reductions:
                 self._left.append((state, marks))
         return marks
 
-    def sync(self, state: FlatState) -> None:
-        """Reduce the sums of micro-batches to the optimizer's layout, outside a backward."""
-        with self._finish_lane.after_compute().after(self.arrived.get(state)):
-            num_bytes = state.flat.exchanged_bytes
-            rows = torch.empty(num_bytes, dtype=torch.uint8, device=state.device) if num_bytes else None
-            state.gradient.sync(rows, self._channels, self._scale)
-        self._finished[state] = self._leave([state])[-1]
-        # The device copy that `sync` made is freed now: this lane may reuse its memory after the copy to the host.
-        self._finish_lane.after(self.arrived.get(state))
-
-    def _release_left(self, num_kept: int) -> None:
-        """Release all but `num_kept` gradients that go to the host. The compute stream waits for their copies first."""
-        while len(self._left) > num_kept:
+    def _release_left(self, num_waiting: int) -> None:
+        """Release all but `num_waiting` gradients that go to the host. The compute stream waits for their copies."""
+        while len(self._left) > num_waiting:
             state, marks = self._left.popleft()
             for mark in marks:
-                self.lane.compute_waits_for(mark)
+                self._lane.compute_waits_for(mark)
             state.gradient.give_back()
 
     def finish_all(self) -> None:
         """Finish every started reduction; on a GPU this only queues the work."""
-        self._release_fill()
+        self._release_taken()
         while self._started:
             self._finish_oldest()
 
     def wait(self) -> None:
-        """Let the computation wait for every reduction, then release their memory."""
+        """Let the computation wait for every update and reduction, then release the memory of reductions."""
+        self._update_lane.join()
         if self._finished:
             self._finish_lane.join()
             self._leave_lane.join()
@@ -217,16 +210,122 @@ class Reductions:
             self._finished.clear()
             self.memory.give_back()
 
-    def reduced_at(self, state: FlatState) -> Mark:
-        """The point at which a gradient is final; None when the computation has waited for it."""
-        return self._finished.get(state)
-
     def abandon(self) -> None:
         """Finish the reductions of a backward that failed, and forget the gradients being written."""
         self.finish_all()
         self.wait()
         self._opened.clear()
         self.memory.give_back()
+        for state in self._states:
+            state.take_gradients()
+            state.gradient.places = None
+
+    # Between backward and optimizer.
+
+    def refuse_late(self) -> None:
+        for state in self._states:
+            for spec, param in zip(state.flat.params, state.compute_params, strict=True):
+                if param.grad is not None:
+                    raise StateError(
+                        f"parameter {spec.name!r} of unit {state.unit_name!r} got a gradient after the unit's backward "
+                        "had ended: its forward recorded something that reaches the loss beside what it returned "
+                        "(return it), or ran in a reentrant checkpoint (use use_reentrant=False)"
+                    )
+
+    def agree_on_use(self) -> None:
+        """Exchange which parameters were used: one that no rank used gets no gradient, as with one process.
+
+        Every rank takes part, but only a rank with unused parameters has to wait for the result. The same all-reduce
+        sums a number for the optimizers' settings. On a GPU that sum is read at the next call, so nothing waits for it.
+        """
+        used = [flag for state in self._states for flag in state.gradient.used]
+        if self.all_used is None:
+            self.all_used = torch.ones(len(used) + 1, dtype=torch.int32, device=self._device)
+        left_out, settings, is_recorded = not all(used), self.settings(), is_capturing(self._device)
+        if not is_recorded:
+            self._refuse_other_settings()
+        with self._lane.after_compute():
+            mine = torch.tensor([*used, 0], dtype=torch.int32) if left_out else self.all_used
+            flags = mine.to(self._device, copy=True)
+            flags[-1:].fill_(settings)
+            finish(start_all_reduce(self._channels["world"], flags, "which parameters were used", sums=True))
+            if not is_recorded:
+                self._sum = (PendingHostCopy(flags[-1]), settings)
+        if self._device.type == "cpu":
+            self._refuse_other_settings()
+        if left_out:
+            self._lane.join()
+            answers = iter(flags.tolist())
+            for state in self._states:
+                state.gradient.used = [next(answers) > 0 for _ in state.gradient.used]
+
+    def _refuse_other_settings(self) -> None:
+        """Refuse optimizers whose settings differ between ranks."""
+        if self._sum is not None:
+            (later, own), self._sum = self._sum, None
+            # On an emulated fabric no other rank exists, and the sum is this rank's number. All numbers are positive.
+            if later.read()[0] not in (own, self._channels["world"].num_ranks * own):
+                raise StateError(
+                    "the ranks' optimizers have different settings, so their weights would drift apart: give every "
+                    "rank the same learning rate and the like (optimizer.param_groups)"
+                )
+
+    def sync(self, states: list[FlatState]) -> None:
+        """Reduce the sums of micro-batches to the optimizer's layout, outside a backward."""
+        self.wait()
+        for state in states:
+            with self._finish_lane.after_compute().after(self.arrived.get(state)):
+                state.gradient.sync(self._channels)
+            self._finished[state] = self._leave([state])[-1]
+            # The device copy of `sync` is freed now: this lane may reuse its memory after the copy to the host.
+            self._finish_lane.after(self.arrived.get(state))
+        self.wait()
+        self.agree_on_use()
+
+    def await_on_host(self, state: FlatState) -> None:
+        """Wait until the gradient of a flat is on the host, and no update reads it."""
+        self._await_update(state)
+        host_waits_for(self.arrived.get(state))
+
+    def forget(self, states: Iterable[FlatState], set_to_none: bool) -> None:
+        """Clear gradients. Without `set_to_none` they become zeros, with which momenta still change."""
+        self.wait()
+        for state in states:
+            state.take_gradients()
+            if not set_to_none and state.gradient.stage != "empty" and state.gradient.grads is not None:
+                self.await_on_host(state)
+            state.gradient.forget(not set_to_none, self.memory.gives_back)
+
+    # Updates on the device.
+
+    def make_early(self, update: Callable[[list[FlatState]], None]) -> None:
+        """Have `update` called with flats as soon as their gradient is final."""
+        self._update_early = update
+
+    def begin_forward(self) -> None:
+        self.wait()
+        self.refuse_after_early("forward")
+        if self._update_early is not None:
+            self._forward_began = self._update_lane.mark_compute()
+
+    def refuse_after_early(self, what: str) -> None:
+        if self._awaits_step:
+            raise StateError(
+                f"a {what} after a backward that has updated weights (early_update=True) and before optimizer.step(): "
+                "call step() first, and run all micro-batches but the last inside `with sw.accumulate(model):`"
+            )
+
+    def updating(self, states: list[FlatState], early: bool) -> Lane:
+        """Return the lane of updates, behind the reductions of `states`; others may still be in flight. Unless the
+        update is early, it also comes behind all work of the compute stream so far, which may read weights."""
+        lane = self._update_lane.after(self._forward_began) if early else self._update_lane.after_compute()
+        for state in states:
+            lane.after(self._finished.get(state))
+        return lane
+
+    def close_step(self) -> None:
+        self.wait()
+        self._awaits_step = False
 
 
 class ReductionMemory:
@@ -241,34 +340,31 @@ class ReductionMemory:
         self._device = device
         self.gives_back = device.type == "cuda"
         self.slots: list[Tensor | None] = [None] * NUM_REDUCTIONS
-        self._views: dict[tuple[int, int | None], list[SlotViews]] = {}
+        self._rooms: dict[tuple[int, int | None], list[Room]] = {}
         # The points after which a slot may be written again.
         self.freed: list[tuple[Mark, ...]] = [()] * NUM_REDUCTIONS
-        self._scratch: Tensor | None = None
+        self.scratch_memory: Tensor | None = None
         self._scratch_bytes = schedule.scratch_bytes
 
-    def rooms(self, unit: Unit, slot: int | None) -> list[SlotViews]:
-        """The memory in a slot for every trainable flat of a unit."""
+    def rooms(self, unit: Unit, slot: int | None) -> list[Room]:
+        """The memory in a slot for every trainable flat of a unit. A unit without elements has no slot."""
         memory = None if slot is None else self._fetch(slot)
         key = (unit.index, slot)
-        if key not in self._views:
-            found: list[SlotViews] = []
+        if key not in self._rooms:
+            rooms: list[Room] = []
             start = 0
-
-            def take(num_bytes: int) -> Tensor:
-                nonlocal start
-                assert memory is not None
-                start += aligned(num_bytes)
-                return memory[start - aligned(num_bytes) :][:num_bytes]
-
-            for state in unit.trainable_states:
-                flat = state.flat
-                in_slot = slot is not None and flat.reduces_in_slot  # a unit without elements has no slot
-                grads = take(flat.num_elems * flat.reduce.itemsize) if in_slot else None
-                rows = take(flat.exchanged_bytes) if flat.exchanged_bytes else None
-                found.append(SlotViews(None if grads is None else grads.view(flat.reduce.torch), rows))
-            self._views[key] = found
-        return self._views[key]
+            for flat in (state.flat for state in unit.trainable_states):
+                grads = rows = None
+                if memory is not None and flat.reduces_in_slot:
+                    num_bytes = flat.num_elems * flat.reduce.itemsize
+                    grads = memory[start : start + num_bytes].view(flat.reduce.torch)
+                    start += aligned(num_bytes)
+                if memory is not None and flat.exchanged_bytes:
+                    rows = memory[start : start + flat.exchanged_bytes]
+                    start += aligned(flat.exchanged_bytes)
+                rooms.append((grads, rows))
+            self._rooms[key] = rooms
+        return self._rooms[key]
 
     def _fetch(self, index: int) -> Tensor:
         memory = self.slots[index]
@@ -278,20 +374,11 @@ class ReductionMemory:
             memory.untyped_storage().resize_(self._num_bytes)
         return memory
 
-    @property
-    def lent(self) -> list[Tensor]:
-        """The slots and the scratch memory that have been allocated so far."""
-        return [memory for memory in (*self.slots, self._scratch) if memory is not None]
-
-    @property
-    def has_scratch(self) -> bool:
-        return self._scratch is not None
-
     def scratch(self, num_bytes: int) -> Tensor:
         """Memory for sums of earlier micro-batches, which come back from the host one after the other."""
-        if self._scratch is None:
-            self._scratch = torch.empty(self._scratch_bytes, dtype=torch.uint8, device=self._device)
-        return self._scratch[:num_bytes]
+        if self.scratch_memory is None:
+            self.scratch_memory = torch.empty(self._scratch_bytes, dtype=torch.uint8, device=self._device)
+        return self.scratch_memory[:num_bytes]
 
     def give_back(self) -> None:
         """Release the slots, once the computation has waited for all reductions. Their views see the next memory."""
@@ -300,94 +387,3 @@ class ReductionMemory:
             for memory in self.slots:
                 if memory is not None:
                     memory.untyped_storage().resize_(0)
-
-
-class Gradients:
-    """Gradients between backward and optimizer: completes them, agrees with other ranks on their use, clears them."""
-
-    def __init__(self, states: list[FlatState], reductions: Reductions, channel: Channel, device: torch.device) -> None:
-        self._states = states
-        self._reductions = reductions
-        self._channel = channel
-        self._device = device
-        self.all_used: Tensor | None = None
-        # A small number computed from the optimizers' settings; and the last sum of all ranks' numbers, not yet read.
-        self.settings: Callable[[], int] = lambda: 0
-        self._sum: tuple[PendingHostCopy, int] | None = None
-
-    def refuse_late(self) -> None:
-        for state in self._states:
-            late = [
-                spec.name
-                for spec, param in zip(state.flat.params, state.compute_params, strict=True)
-                if param.grad is not None
-            ]
-            if late:
-                raise StateError(
-                    f"parameter {late[0]!r} of unit {state.unit_name!r} got a gradient after the unit's backward had "
-                    "ended: its forward recorded something that reaches the loss beside what it returned (return it), "
-                    "or ran in a reentrant checkpoint (use use_reentrant=False)"
-                )
-
-    def agree_on_use(self) -> None:
-        """Exchange which parameters were used: one that no rank used gets no gradient, as with one process.
-
-        Every rank takes part, but only a rank with unused parameters has to wait for the result. The same all-reduce
-        sums a number for the optimizers' settings. On a GPU that sum is read at the next call, so nothing waits for it.
-        """
-        used = [flag for state in self._states for flag in state.gradient.used]
-        if self.all_used is None:
-            self.all_used = torch.ones(len(used) + 1, dtype=torch.int32, device=self._device)
-        left_out, settings, is_recorded = not all(used), self.settings(), is_capturing(self._device)
-        if not is_recorded:
-            self._refuse_other_settings()
-        with self._reductions.lane.after_compute():
-            mine = torch.tensor([*used, 0], dtype=torch.int32) if left_out else self.all_used
-            flags = mine.to(self._device, copy=True)
-            flags[-1:].fill_(settings)
-            finish(start_all_reduce(self._channel, flags, "which parameters were used", sums=True))
-            if not is_recorded:
-                self._sum = (PendingHostCopy(flags[-1]), settings)
-        if self._device.type == "cpu":
-            self._refuse_other_settings()
-        if left_out:
-            self._reductions.lane.join()
-            answers = iter(flags.tolist())
-            for state in self._states:
-                state.gradient.used = [next(answers) > 0 for _ in state.gradient.used]
-
-    def _refuse_other_settings(self) -> None:
-        """Refuse optimizers whose settings differ between ranks."""
-        if self._sum is not None:
-            later, own = self._sum
-            self._sum = None
-            # On an emulated fabric no other rank exists, and the sum is this rank's number. All numbers are positive.
-            if later.read()[0] not in (own, self._channel.num_ranks * own):
-                raise StateError(
-                    "the ranks' optimizers have different settings, so their weights would drift apart: give every "
-                    "rank the same learning rate and the like (optimizer.param_groups)"
-                )
-
-    @property
-    def local(self) -> list[FlatState]:
-        """Flats whose gradients are sums of micro-batches, not in the optimizer's layout yet."""
-        return [state for state in self._states if state.gradient.stage == "local"]
-
-    def sync(self, states: list[FlatState]) -> None:
-        for state in states:
-            self._reductions.sync(state)
-        self._reductions.wait()
-        self.agree_on_use()
-
-    def await_on_host(self, state: FlatState) -> None:
-        """Wait until the gradient of a flat is on the host, and no update reads it."""
-        self._reductions.await_update(state)
-        host_waits_for(self._reductions.arrived.get(state))
-
-    def forget(self, states: Iterable[FlatState], set_to_none: bool) -> None:
-        """Clear gradients. Without `set_to_none` they become zeros, with which momenta still change."""
-        for state in states:
-            state.take_gradients()
-            if not set_to_none and state.gradient.stage != "empty" and state.gradient.grads is not None:
-                self.await_on_host(state)
-            state.gradient.forget(not set_to_none, self._reductions.memory.gives_back)

@@ -11,13 +11,19 @@ One step, in numbered phases:
     5. end of the backward: reduce the remaining gradients (parameters without one count as zero).
     6. the optimizer's step, on masters and final gradients as they arrive; then the next step's first gathers.
 
-Each unit has one record, its `UnitStatus` (schedule/unit_status.py): where its weights are, who uses them. `Progress`
-knows how far the model has come; `Gathers`, `Reductions` and `HostJobs` hold what is in flight. The engine does not
-know the preset: it reads the schedule, the flats' depths and the units' records.
+`UnitStatus` (schedule/unit_status.py) says where a unit's weights are and who uses them; `Gathers`, `Reductions` and
+`HostJobs` hold what is in flight. The engine does not know the preset.
+
+A rank may leave out units that other ranks compute. Their collectives keep the schedule's order: when a rank reaches a
+unit, it takes part in the collectives of the units that it has passed over, as if it had computed them. A clock numbers
+the forwards of units, so that a backward can tell which of them autograd has been through: what was recorded last runs
+first.
 """
 
+import weakref
 from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import replace
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -37,10 +43,8 @@ from ..unit.state import FlatState, Unit
 from ..wire.collectives import exchange
 from .activation_offload import HostActivations
 from .gathers import Gathers
-from .progress import Progress
-from .reductions import Gradients, Reductions
-from .streams import Lane
-from .updates import HostJobs, Updates
+from .reductions import Reductions
+from .updates import HostJobs
 
 
 class Engine:
@@ -55,14 +59,19 @@ class Engine:
         host: HostMemory,
     ) -> None:
         self.mesh = mesh
+        self.device = mesh.device
         self.units = units
+        self.all_states = [state for unit in units for state in unit.states]  # frozen ones too
         self.trainable_states = [state for unit in units for state in unit.trainable_states]
         self.precision = precision
         self.host = host
         self._budget_bytes = budget_bytes
-        self.scale = GradScale.mean(
-            mesh.world_size, precision.compute.torch, precision.reduce.torch, loss_scale, mesh.world.averages
-        )
+        share = 1.0 if mesh.world.averages else 1.0 / mesh.world_size
+        is_first = precision.reduce.torch in (precision.compute.torch, torch.float16)
+        factors = (share, 1.0) if is_first else (1.0, share)
+        self.scale = GradScale(*factors, mesh.world.averages, loss_scale)
+        for state in self.trainable_states:
+            state.gradient.scale = self.scale
         self.is_loss_scaled = False
         self.is_sync = True
         # Inside sw.whole: modules whose parameters are whole masters, so that their state dict may be taken.
@@ -71,8 +80,14 @@ class Engine:
         self.entries: dict[nn.Module | None, list[tuple[Callable[..., Any], Callable[..., Any]]]] = {}
         # Called at the beginning of every optimizer step.
         self.at_step: list[Callable[[], None]] = []
+        self.schedule = schedule
         self.statuses = statuses_of(schedule)
-        self._progress = Progress(schedule, self.statuses)
+        # How far the forward and the backward have come in the schedule's order; the clock; the number of backwards.
+        self._position_of = {unit: position for position, unit in enumerate(schedule.order)}
+        self._forward_at = self._backward_at = len(units)
+        self._clock = self._num_backwards = 0
+        # Forwards whose backward has begun and not ended.
+        self._opened: set[ForwardCall] = set()
         self._host_jobs = HostJobs(units)
         self.gathers = Gathers(
             schedule, self.statuses, units, channels_of(mesh, "gather"), mesh.device, host, self._host_jobs
@@ -80,14 +95,15 @@ class Engine:
         # The activations of a unit that holds others stay on the device.
         hosted = [unit for unit in schedule.leaves if schedule.units[unit].layout.activations_on == "host"]
         self.activations = HostActivations(units, hosted, mesh.device, host)
-        channels = channels_of(mesh, "reduce")
         self.reductions = Reductions(
-            schedule, units, channels, self.scale, mesh.device, self._host_jobs.await_update_of
+            schedule, self.statuses, units, channels_of(mesh, "reduce"), mesh.device, self._host_jobs.await_update_of
         )
-        self.updates = Updates(self.reductions, mesh.device)
-        self.gradients = Gradients(self.trainable_states, self.reductions, channels["world"], mesh.device)
+        # Optimizers and the user's parameters call these.
+        self.await_gradients, self.updating = self.reductions.wait, self.reductions.updating
+        self.await_update_of, self.await_host_of = self._host_jobs.await_update_of, self.reductions.await_on_host
+        self.was_updated, self.was_rewritten = self.gathers.was_updated, self.gathers.was_rewritten
         # The flats that are trained, unit by unit, in the order in which their gradients are reduced.
-        self.update_order = self._ordered_for_update()
+        self.update_order = [units[index].trainable_states for index in schedule.reduce_order]
         self._unit_of = {state: unit for unit in units for state in unit.states}
         self._num_forwards = 0  # of the model, under way
         # Hosts are not equally fast: gathers that wait for them may be in different phases on different ranks.
@@ -103,22 +119,6 @@ class Engine:
         self._seen_order: list[int] | None = []
         self._seen_recorded: set[int] = set()
         self._is_in_backward = [True] * len(units)
-
-    @property
-    def schedule(self) -> Schedule:
-        return self.gathers.schedule
-
-    def _ordered_for_update(self) -> list[list[FlatState]]:
-        return [self.units[index].trainable_states for index in self.schedule.reduce_order]
-
-    @property
-    def device(self) -> torch.device:
-        return self.mesh.device
-
-    @property
-    def all_states(self) -> list[FlatState]:
-        """Every flat, frozen ones too."""
-        return [state for unit in self.units for state in unit.states]
 
     # Called by the user's parameters.
 
@@ -139,12 +139,8 @@ class Engine:
             self.gathers.lend(unit.index)
         if param not in self._lent and param.requires_grad:
             self._lent.add(param)
-            param.register_post_accumulate_grad_hook(self._gradient_came)
+            param.register_post_accumulate_grad_hook(self._begin_backward)
         return param
-
-    def _gradient_came(self, param: Tensor) -> None:
-        if not self._in_backward:
-            self._begin_backward()
 
     def _begin_phase(self, name: str) -> None:
         if not self._gathers_anytime:
@@ -157,19 +153,17 @@ class Engine:
         self._begin_phase("a forward with gradients" if leads_to_backward else "a forward without gradients")
         self.abandon_backward()
         self.activations.abandon_forward()
-        self.await_gradients()
-        self.updates.refuse_after_early("forward")
-        self.updates.begin_forward()
+        self.reductions.begin_forward()
         self.gathers.follow_changed_masters()
         self._num_forwards += 1
-        self._progress.begin_forward()
+        self._forward_at = 0
+        for status in self.statuses:
+            status.num_computing = 0  # also of forwards that an error has interrupted
         self._awaits_backward = self._awaits_backward or leads_to_backward
 
     def before_forward(self, index: int) -> None:
         if self.whole_modules:
             raise StateError("a forward inside `with sw.whole(...)`: leave the context first")
-        if torch._C._are_functorch_transforms_active():
-            self._enter_transform(index)
         if self._seen_order is not None and index not in self._seen_order:
             self._seen_order.append(index)
         status = self.statuses[index]
@@ -177,28 +171,13 @@ class Engine:
             # Called from inside its own forward, such as a module that owns parameters of the root.
             self.gathers.make_ready(index, "forward")
         else:
-            for other in self._progress.reach_in_forward(index):
-                self._pass_in_forward(other)
-            self.gathers.make_ready(index, "forward", self.gathers.schedule.before_forward[index])
-            self.gathers.read_ahead_in_forward(index)
+            self._clock += 1
+            status.began = self._clock
+            self._pass_in_forward(self._position_of[index])
+            self.gathers.make_ready(index, "forward", self.schedule.before_forward[index])
+            if self.gathers.is_staged[index]:
+                self.gathers.read_ahead(index, "forward")
         status.num_computing += 1
-
-    def _enter_transform(self, index: int) -> None:
-        """Refuse vmap, jvp and other transforms around a gather, because they trace every operation. They also wrap the
-        outputs, so the backward is noticed by hooks on the parameters instead."""
-        plan = self.schedule.units[index]
-        if plan.layout.gathered_until != "always" or not all(
-            self.statuses[unit].is_ready("forward")
-            or all(flat.master_is_whole for flat in self.schedule.units[unit].flats)
-            for unit in (index, *self.schedule.before_forward[index])
-        ):
-            raise StateError(
-                f"a transform of torch.func around unit {plan.name!r}, whose weights are gathered when it runs: use a "
-                "layout whose weights are whole (ddp), or torch.func.functional_call with sw.full_state_dict(model)"
-            )
-        for state in self.units[index].trainable_states:
-            for at in range(len(state.compute_params)):
-                self.lend(state, at)
 
     def after_forward(self, index: int, leads_to_backward: bool) -> ForwardCall | None:
         status = self.statuses[index]
@@ -215,7 +194,10 @@ class Engine:
         if leads_to_backward:
             if self._seen_order is not None:
                 self._seen_recorded.add(index)
-            return self._progress.record(status)
+            self._clock += 1
+            call = ForwardCall(index, status.began, self._clock, status.version)
+            status.forwards.append(weakref.ref(call))
+            return call
         self._drop_after_forward(status)
         return None
 
@@ -224,15 +206,18 @@ class Engine:
         if not (self._awaits_backward and self._is_in_backward[status.index]) and not status.live_forwards():
             self.gathers.drop(status)
 
-    def _pass_in_forward(self, index: int) -> None:
-        """Take part in the collectives of a unit that this rank does not run; other ranks may run it."""
-        self.gathers.pass_by(index, self.gathers.schedule.before_forward[index])
-        self._drop_after_forward(self.statuses[index])
+    def _pass_in_forward(self, position: int) -> None:
+        """Take part in the collectives of the units before this position that this rank has not run."""
+        passed = self.schedule.order[self._forward_at : position]
+        self._forward_at = max(self._forward_at, position + 1)
+        for index in passed:
+            self.gathers.pass_by(index, self.schedule.before_forward[index])
+            self._drop_after_forward(self.statuses[index])
 
     def end_forward(self, failed: bool) -> None:
         self._num_forwards = max(self._num_forwards - 1, 0)
-        for other in () if failed else self._progress.reach_in_forward(None):
-            self._pass_in_forward(other)
+        if not failed:
+            self._pass_in_forward(len(self.units))
 
     # Phases 3 and 4: the backward, as the hooks report it.
 
@@ -240,17 +225,19 @@ class Engine:
         if self._in_backward and torch._C._current_graph_task_id() != self._graph_task:
             self.abandon_backward()
         # An input that a unit hands through unchanged gets its gradient after the unit is done.
-        if call.is_open or (self._in_backward and self._progress.is_closed(call)):
+        if call.is_open or (self._in_backward and call.closed_in == self._num_backwards):
             return
-        index, plan = call.unit, self.statuses[call.unit].plan
+        index, status = call.unit, self.statuses[call.unit]
         self._refuse_backward(call)
         if not self._in_backward:
             self._begin_backward()
         self._come_to(call)
-        self._progress.open(call)
-        if plan.holds_units:
+        call.is_open = True
+        self._opened.add(call)
+        status.num_computing += 1
+        if status.plan.holds_units:
             # Its backward begins before that of the units inside it. What it reads is held, or on its way.
-            if plan.backward_reads:
+            if status.plan.backward_reads:
                 self.gathers.make_ready(index, "backward")
             return
         self._enter_backward(index, self.gathers.show)
@@ -258,13 +245,18 @@ class Engine:
     def _come_to(self, call: ForwardCall | None) -> None:
         """Close the forwards whose backward has run, and run the collectives of units that were left out. A unit that
         holds others comes after those. None is the end of the backward."""
-        ended, units = self._progress.opened_after(call), self.gathers.schedule.units
+        units = self.schedule.units
+        ended = [other for other in self._opened if call is None or other.began > call.ended]
+        ended.sort(key=attrgetter("began"), reverse=True)
         for other in ended:
             if not units[other.unit].holds_units:
                 self._close(other)
         if call is None or not units[call.unit].holds_units:
-            for index in self._progress.reach_in_backward(None if call is None else call.unit):
-                if not self.statuses[index].num_computing and not self._progress.may_come(index, call):
+            position = -1 if call is None else self._position_of[call.unit]
+            passed = self.schedule.order[position + 1 : self._backward_at]
+            self._backward_at = min(self._backward_at, max(position, 0))
+            for index in [unit for unit in reversed(passed) if not self.statuses[unit].is_complete] if passed else ():
+                if not self.statuses[index].num_computing and not self._may_come(index, call):
                     self._pass_in_backward(index)
                 for other in ended:
                     if other.unit == index and other.is_open:
@@ -273,17 +265,24 @@ class Engine:
             if other.is_open:
                 self._close(other)
 
+    def _may_come(self, index: int, call: ForwardCall | None) -> bool:
+        """Return True if a backward at `call` may still come to a forward of this unit: one before its end (its
+        own forward may have called the unit), which this backward has not been through. None is the end."""
+        return call is not None and any(
+            other.began < call.ended and other.closed_in != self._num_backwards
+            for other in self.statuses[index].live_forwards()
+        )
+
     def _enter_backward(self, index: int, receive: Callable[[int], None]) -> None:
         """Start the collectives before a unit's backward: the same on a rank that computes it and one that does not."""
-        schedule = self.gathers.schedule
-        for other in schedule.before_backward[index]:
+        for other in self.schedule.before_backward[index]:
             self.gathers.start(other, "backward", needed_now=other == index)
-        self.gathers.read_ahead_in_backward(index)
-        for other in self._progress.reducible():
-            self.reductions.start(other, self.is_sync)
-        if schedule.units[index].backward_reads:
+        if self.gathers.is_staged[index]:
+            self.gathers.read_ahead(index, "backward")
+        self.reductions.start_complete(self.is_sync)
+        if self.schedule.units[index].backward_reads:
             receive(index)
-        if self.units[index].writes_directly and self._progress.is_next_to_reduce(index):
+        if self.units[index].writes_directly:
             self.reductions.open_for_compute(index)
 
     def _pass_in_backward(self, index: int) -> None:
@@ -291,9 +290,7 @@ class Engine:
         status = self.statuses[index]
         if self._is_in_backward[index] and not status.plan.holds_units:
             self._enter_backward(index, self.gathers.arrive)
-        if not status.live_forwards():
-            self.gathers.drop(status)
-        self._complete(status)
+        self._end_unit(status)
 
     def _refuse_backward(self, call: ForwardCall) -> None:
         status = self.statuses[call.unit]
@@ -314,32 +311,44 @@ class Engine:
                 "scaled; call the model itself, not its parts, or use bf16"
             )
 
-    def _begin_backward(self) -> None:
-        self.updates.refuse_after_early("backward")
-        self.await_gradients()
+    def _begin_backward(self, _: Tensor | None = None) -> None:
+        if self._in_backward:
+            return
+        self.reductions.refuse_after_early("backward")
+        self.reductions.wait()
         self._begin_phase("a backward" if self.is_sync else "a backward of a micro-batch that is not the last")
         self._in_backward = True
         self._graph_task = torch._C._current_graph_task_id()
-        self._progress.begin_backward(self.schedule.reduce_order)
+        self._num_backwards += 1
+        self._backward_at = len(self.units)
+        for status in self.statuses:
+            status.is_complete = False
+        self.reductions.begin_backward(self.schedule.reduce_order)
         self.gathers.start_holders()
         torch.autograd.Variable._execution_engine.queue_callback(self.end_backward)
 
     def _close(self, call: ForwardCall) -> None:
-        if self._progress.close(call):
-            status = self.statuses[call.unit]
+        """End the backward of one forward, and of its unit, if no other forward of the unit awaits this backward."""
+        status = self.statuses[call.unit]
+        self._opened.discard(call)
+        call.is_open = False
+        call.closed_in = self._num_backwards
+        call.is_spent = not torch._C._autograd._get_current_graph_task_keep_graph()
+        status.num_computing -= 1
+        others = [other for other in status.live_forwards() if other.closed_in != self._num_backwards]
+        if not status.num_computing and not others:
             self.units[call.unit].show_resting()
-            if not status.live_forwards():
-                self.gathers.drop(status)
-            self._complete(status)
+            self._end_unit(status)
 
-    def _complete(self, status: UnitStatus) -> None:
-        """Mark that no more gradients come to a unit, unless its weights were lent."""
-        if not status.is_lent:
-            status.is_complete = True
+    def _end_unit(self, status: UnitStatus) -> None:
+        """Drop a unit after its backward. No more gradients come to it, unless its weights were lent."""
+        if not status.live_forwards():
+            self.gathers.drop(status)
+        status.is_complete = status.is_complete or not status.is_lent
 
     def unit_in_backward(self) -> int | None:
         """The unit whose backward began last and has not ended, among units that hold no others."""
-        begun = [call for call in self._progress.opened if not self.statuses[call.unit].plan.holds_units]
+        begun = [call for call in self._opened if not self.statuses[call.unit].plan.holds_units]
         return min(begun, key=lambda call: call.began).unit if begun else None
 
     def abandon_backward(self) -> None:
@@ -348,22 +357,21 @@ class Engine:
             return
         self.reductions.abandon()
         self._in_backward = self._awaits_backward = self.is_loss_scaled = False
-        self._progress.abandon_backward()
-        for state in self.trainable_states:
-            state.take_gradients()
-            state.gradient.places = None
+        self._opened.clear()
+        for status in self.statuses:  # none of the recorded forwards can lead to another backward
+            status.num_computing = 0
+            status.forwards = []
 
     # Phase 5: the end of the backward.
 
     def end_backward(self) -> None:
         self._come_to(None)
-        for index in self._progress.left_to_reduce():
-            self.reductions.start(index, self.is_sync)
+        self.reductions.start_complete(self.is_sync, all_units=True)
         self.reductions.finish_all()
-        self.gradients.refuse_late()
+        self.reductions.refuse_late()
         self._in_backward = self._awaits_backward = self.is_loss_scaled = False
         if self.is_sync:
-            self.gradients.agree_on_use()
+            self.reductions.agree_on_use()
 
     # Phase 6: the step, called by the optimizer.
 
@@ -379,59 +387,35 @@ class Engine:
             callback()
 
     def finish_gradients(self, states: Container[FlatState] | None = None) -> None:
-        """Reduce gradients, all or those of `states`, to the optimizer's layout, if `accumulate` left them local.
-
-        With loss scaling always all of them, because the scale may change with a step.
-        """
+        """Reduce gradients, all or those of `states`, to the optimizer's layout, if `accumulate` left them local. With
+        loss scaling always all of them, because the scale may change with a step."""
         self.abandon_backward()
-        self.gradients.refuse_late()
-        is_all = states is None or self.scale.loss_scale is not None
-        local = [state for state in self.gradients.local if is_all or state in states]  # type: ignore[operator]
+        self.reductions.refuse_late()
+        local = [state for state in self.trainable_states if state.gradient.stage == "local"]
+        if states is not None and self.scale.loss_scale is None:
+            local = [state for state in local if state in states]
         if local:
-            self.await_gradients()
-            self.gradients.sync(local)
-
-    def await_gradients(self) -> None:
-        """Let the computation wait for reductions and updates in flight."""
-        self.updates.wait()
-
-    def updating(self, states: list[FlatState], early: bool) -> Lane:
-        return self.updates.updating(states, early)
+            self.reductions.sync(local)
 
     def update_on_host(self, updates: Iterable[FlatUpdate]) -> None:
         """Let the host update flats when their gradients have arrived, with their present clipping factors."""
         self._host_jobs.give(updates, self.schedule.order, self.reductions.arrived)
 
-    def await_update_of(self, state: FlatState) -> None:
-        self._host_jobs.await_update_of(state)
-
-    def await_host_of(self, state: FlatState) -> None:
-        self.gradients.await_on_host(state)
-
     def forget_gradients(self, states: Iterable[FlatState], set_to_none: bool = True) -> None:
         self.abandon_backward()
-        self.await_gradients()
-        self.gradients.forget(states, set_to_none)
+        self.reductions.forget(states, set_to_none)
 
     def units_changed_by(self, states: Iterable[FlatState]) -> list[int]:
         """The units that a step changes which updates these flats; frozen units count as changed by every step."""
         own = set(states)
-        return [
-            unit.index for unit in self.units if not unit.trainable_states or not own.isdisjoint(unit.trainable_states)
-        ]
-
-    def was_updated(self, units: Sequence[int]) -> None:
-        self.gathers.was_updated(units)
-
-    def was_rewritten(self) -> None:
-        self.gathers.was_rewritten()
+        return [unit.index for unit in self.units if not unit.trainable_states or own & set(unit.trainable_states)]
 
     def close_step(self, updated: bool, changed: Sequence[int]) -> None:
         """End the step of an optimizer that changes these units."""
         if self._gathers_anytime:
             self.gathers.settle()
         self.mesh.begin("optimizer.step()")
-        self.updates.close_step()
+        self.reductions.close_step()
         if updated:
             self.gathers.was_updated(changed)
             # Forwards before the update can no longer lead to a backward.
@@ -467,9 +451,10 @@ class Engine:
         if not is_one or (order == list(self.schedule.order) and not kept):
             return
         units = [replace(unit, holds_units=True) if at in kept else unit for at, unit in enumerate(self.schedule.units)]
-        self.gathers.follow(make_schedule(units, order, self._budget_bytes))
-        self._progress.follow(self.schedule)
-        self.update_order = self._ordered_for_update()
+        self.schedule = make_schedule(units, order, self._budget_bytes)
+        self._position_of = {unit: position for position, unit in enumerate(self.schedule.order)}
+        self.gathers.follow(self.schedule)
+        self.update_order = [self.units[index].trainable_states for index in self.schedule.reduce_order]
 
     # Between steps.
 
@@ -477,7 +462,7 @@ class Engine:
         """Let the computation wait for all lanes."""
         self.gathers.settle()
         self.activations.join()
-        for lane in (self.gathers.lane, *self.reductions.lanes, self.updates.lane):
+        for lane in (self.gathers.lane, *self.reductions.lanes):
             lane.join()
 
     def rest(self) -> None:

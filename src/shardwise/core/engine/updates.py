@@ -1,70 +1,20 @@
-"""Updates of master weights: on the device, on a lane of their own, and on the host, by a thread."""
+"""Updates of master weights on the host, by a thread, while the device computes."""
 
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-import torch
 from torch import Tensor
 from torch.profiler import record_function
 
 from ...base.errors import ShardwiseError, StateError
 from ..optim.host_updates import FlatUpdate
 from ..unit.state import FlatState, Unit
-from .reductions import Reductions
-from .streams import Lane, Mark, PendingHostCopy, has_passed, host_waits_for
+from .streams import Mark, PendingHostCopy, has_passed, host_waits_for
 
 # The number of host jobs whose state is read ahead, if there is room: with one, a short job would leave the disk idle.
 NUM_AHEAD = 2
-
-
-class Updates:
-    """The lane on which the optimizer updates masters on the device, perhaps already during the backward."""
-
-    def __init__(self, reductions: Reductions, device: torch.device) -> None:
-        self._reductions = reductions
-        self.lane = Lane(device)
-        # With early updates: the point where this step's forward began; True if weights have changed since.
-        self._forward_began: Mark = None
-        self._awaits_step = False
-
-    def make_early(self, update: Callable[[list[FlatState]], None]) -> None:
-        """Have `update` called with flats as soon as their gradient is final."""
-
-        def on_final(states: list[FlatState]) -> None:
-            update(states)
-            self._awaits_step = True
-
-        self._reductions.on_final = on_final
-
-    def begin_forward(self) -> None:
-        if self._reductions.on_final is not None:
-            self._forward_began = self.lane.mark_compute()
-
-    def refuse_after_early(self, what: str) -> None:
-        if self._awaits_step:
-            raise StateError(
-                f"a {what} after a backward that has updated weights (early_update=True) and before optimizer.step(): "
-                "call step() first, and run all micro-batches but the last inside `with sw.accumulate(model):`"
-            )
-
-    def updating(self, states: list[FlatState], early: bool) -> Lane:
-        """Return the lane of updates, behind the reductions of `states`; others may still be in flight. Unless the
-        update is early, it also comes behind all work of the compute stream so far, which may read weights."""
-        lane = self.lane.after(self._forward_began) if early else self.lane.after_compute()
-        for state in states:
-            lane.after(self._reductions.reduced_at(state))
-        return lane
-
-    def wait(self) -> None:
-        """Let the computation wait for reductions and updates in flight."""
-        self.lane.join()
-        self._reductions.wait()
-
-    def close_step(self) -> None:
-        self.wait()
-        self._awaits_step = False
 
 
 @dataclass(slots=True, eq=False)
@@ -153,11 +103,8 @@ def _first_of(jobs: list[HostJob]) -> HostJob:
 
 
 class HostJobs:
-    """Updates that a thread of the host runs while the device computes.
-
-    Three things wait for the update of a flat: its next gather, a read of its masters, and its next gradient, which
-    overwrites the last one.
-    """
+    """Three things wait for the update of a flat: its next gather, a read of its masters, and its next gradient, which
+    overwrites the last one."""
 
     def __init__(self, units: list[Unit]) -> None:
         self._units = units

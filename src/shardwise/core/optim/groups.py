@@ -11,9 +11,8 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 
 from ...base.errors import ConfigurationError, StateError
 from ..schedule.step_schedule import PART_ELEMS
-from ..unit.shard_tensor import Place
 from ..unit.state import FlatState
-from ..unit.user_parameter import place_of
+from ..unit.user_parameter import Place, place_of
 
 
 def shard_of(param: Tensor) -> Tensor | None:

@@ -19,8 +19,7 @@ from ...base.files import ALIGNMENT
 from ...base.intervals import Interval, round_up
 from ..native.adamw import FUSED_LANES, AdamSettings, AdamUpdate, Moment8, adamw
 from ..offload.host_memory import MASTER, Moves, Rows
-from ..unit.stand_ins import OnDisk
-from ..unit.state import FlatState
+from ..unit.state import FlatState, OnDisk
 from .probe import KNOWN_PACKAGES, shadow_of, state_tensor_names
 
 ADAMS = (torch.optim.AdamW, torch.optim.Adam)

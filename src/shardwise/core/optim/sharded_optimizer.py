@@ -13,8 +13,7 @@ from torch import Tensor
 
 from ...base.errors import ConfigurationError, StateError
 from ..unit.carrier import Channels
-from ..unit.stand_ins import OnDisk
-from ..unit.state import FlatState
+from ..unit.state import FlatState, OnDisk
 from ..wire.collectives import exchange
 from .clip import LossScaler, global_norm, require_limit, require_norm_type
 from .groups import (

@@ -53,7 +53,7 @@ class FlatGather(NamedTuple):
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class ForwardCall:
-    """One forward of a unit that a backward may come back to, between two ticks of the clock of `Progress`.
+    """One forward of a unit that a backward may come back to, between two ticks of the engine's clock.
 
     It lives as long as the autograd graph that can lead to it. `closed_in` is the number of the last backward that went
     through it. It is spent when that backward did not retain the graph.
@@ -80,7 +80,7 @@ class UnitStatus:
     version: int = 0
     is_lent: bool = False
     num_computing: int = 0
-    began: int = 0  # the last forward, on the clock of `Progress`
+    began: int = 0  # the last forward, on the engine's clock
     forwards: list[Callable[[], ForwardCall | None]] = field(default_factory=list)
     is_complete: bool = False  # no more gradients come to it in this backward
 

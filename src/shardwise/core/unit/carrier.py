@@ -13,7 +13,6 @@ from torch import Tensor
 from ..offload.host_memory import OffloadedState
 from ..schedule.flat import Flat, Hop
 from ..schedule.state_bytes import LOST
-from ..wire.codec import Codec
 from ..wire.collectives import (
     Channel,
     InFlight,
@@ -84,30 +83,22 @@ class Carrier:
     def _start_encoded(self, part: Tensor, hop: Hop, channel: Channel, rows: Tensor, out: Tensor) -> InFlight:
         codec = self._flat.grads_codec
         assert codec is not None
-        if codec.has_feedback:
-            self._add_lost(part, hop)
+        if hop in self.lost:
+            part.add_(self.lost[hop])
         flight = start_encoded_reduce_scatter(channel, part, codec, self.unit_name, out, rows, self.next_seed())
         if codec.has_feedback:
-            sent, _ = rows_in_flight(channel, part, codec, rows)
-            self._keep_lost(part, hop, codec, sent)
+            # Save the encoding error for the next gradient. Values that are not finite are sent as such: no error.
+            if hop not in self.lost:
+                self.lost[hop] = torch.empty(part.numel(), dtype=LOST.torch, device=part.device)
+            lost, (sent, _) = self.lost[hop], rows_in_flight(channel, part, codec, rows)
+            decode(codec, sent, lost)
+            torch.sub(part, lost, out=lost).nan_to_num_(0.0, 0.0, 0.0)
         return flight
 
     def _start_gather_of_sums(self, part: Tensor, channel: Channel, rows: Tensor) -> InFlight:
         codec = self._flat.grads_codec
         assert codec is not None
         return start_gather_of_sums(channel, part, codec, self.unit_name, rows, self.next_seed())
-
-    def _add_lost(self, part: Tensor, hop: Hop) -> None:
-        if hop in self.lost:
-            part.add_(self.lost[hop])
-
-    def _keep_lost(self, part: Tensor, hop: Hop, codec: Codec, sent: Tensor) -> None:
-        """Save the encoding error for the next gradient. Values that are not finite are sent as such: no error."""
-        if hop not in self.lost:
-            self.lost[hop] = torch.empty(part.numel(), dtype=LOST.torch, device=part.device)
-        lost = self.lost[hop]
-        decode(codec, sent, lost)
-        torch.sub(part, lost, out=lost).nan_to_num_(0.0, 0.0, 0.0)
 
     def next_seed(self) -> int:
         """A different seed for every encoding on every rank."""

@@ -1,4 +1,4 @@
-"""The gradient of a flat: its memory, the places where a backward writes it, its reduction, and the way to the host.
+"""The gradient of a flat: its memory, the places where a backward writes it, its reduction, and its way to the host.
 
 empty     nothing is there.
 local     `grads` is a sum over micro-batches, and over the ranks of the axes down to its depth.
@@ -26,6 +26,13 @@ from ..schedule.step_schedule import NORM_ELEMS
 from ..wire.collectives import HopChain
 from .carrier import Carrier, Channels
 
+# A flat's memory in a reduction slot: for its gradient (`Flat.reduces_in_slot`), and for encoded rows.
+Room = tuple[Tensor | None, Tensor | None]
+# Views of a gradient buffer: one for each parameter, and those of the padding.
+_Places = tuple[tuple[Tensor, ...], tuple[Tensor, ...]]
+# The size of pieces on a CPU: they stay in its cache.
+CACHED_ELEMS = 1 << 17
+
 
 @dataclass(frozen=True, slots=True)
 class GradScale:
@@ -36,26 +43,10 @@ class GradScale:
     sum. The final part is also divided by the loss scale, so a final gradient is never scaled.
     """
 
-    before: float
-    after: float
-    wire_averages: bool
-    loss_scale: Tensor | None
-
-    @classmethod
-    def mean(
-        cls,
-        num_ranks: int,
-        compute: torch.dtype,
-        reduce: torch.dtype,
-        loss_scale: Tensor | None,
-        wire_averages: bool,
-    ) -> "GradScale":
-        share = 1.0 / num_ranks
-        if wire_averages:
-            return cls(1.0, 1.0, True, loss_scale)
-        if reduce in (compute, torch.float16):
-            return cls(share, 1.0, False, loss_scale)
-        return cls(1.0, share, False, loss_scale)
+    before: float = 1.0
+    after: float = 1.0
+    wire_averages: bool = False
+    loss_scale: Tensor | None = None
 
     def apply(self, final: Tensor) -> None:
         if self.after != 1.0:
@@ -70,40 +61,10 @@ class GradScale:
             final.mul_(self.loss_scale.to(final.device))
 
 
-@dataclass(frozen=True, slots=True)
-class SlotViews:
-    """A flat's memory in a reduction slot: for its gradient (`Flat.reduces_in_slot`), and for encoded rows."""
-
-    grads: Tensor | None
-    rows: Tensor | None
-
-
-@dataclass(frozen=True, slots=True)
-class ReductionInFlight:
-    """The collectives of one gradient, and the part of its buffer in which they leave the result."""
-
-    gradient: "Gradient"
-    journey: HopChain
-    part: Tensor
-    is_sync: bool
-
-
-@dataclass(frozen=True, slots=True)
-class _Places:
-    """Views of a gradient buffer: one for each parameter, and those of the padding."""
-
-    params: tuple[Tensor, ...]
-    paddings: tuple[Tensor, ...]
-
-
 def _cut(buffer: Tensor, flat: Flat) -> _Places:
     parts = buffer.split_with_sizes(cuts(flat.intervals, flat.num_elems))
     params = tuple(part.view(param.shape) for part, param in zip(parts[1::2], flat.params, strict=True))
-    return _Places(params, tuple(part for part in parts[::2] if part.numel()))
-
-
-# The size of pieces on a CPU: they stay in its cache.
-CACHED_ELEMS = 1 << 17
+    return params, tuple(part for part in parts[::2] if part.numel())
 
 
 def sum_of_squares(row: Tensor) -> Tensor:
@@ -117,12 +78,13 @@ def sum_of_squares(row: Tensor) -> Tensor:
 
 class Gradient:
     """The gradient of one flat. `held` maps the parameters in the final part to their places in it; `on_host` is memory
-    on the host for it, where the host updates."""
+    on the host for it, where the host updates. The engine sets `scale`."""
 
     def __init__(
         self, flat: Flat, device: torch.device, carrier: Carrier, held: Mapping[int, slice], on_host: Tensor | None
     ) -> None:
         self.flat = flat
+        self.scale = GradScale()
         self.carrier = carrier
         self._device = device
         self._held = held
@@ -138,36 +100,41 @@ class Gradient:
         self._unsquared: Tensor | None = None
         self.clipped_by: Tensor | None = None
         self.leaving: tuple[Tensor, Tensor] | None = None
-        # During a backward: the memory for each parameter's gradient, and whether it holds something to add to.
+        # During a backward: the memory for each parameter's gradient, and whether it holds something to add to; the
+        # paddings, the buffer that all of this lies in, and memory for encoded rows.
         self.places: tuple[Tensor, ...] | None = None
         self.written: list[bool] = []
+        self._paddings: tuple[Tensor, ...] = ()
+        self._buffer: Tensor | None = None
+        self._rows: Tensor | None = None
         # The views of each buffer that a backward may write: of a reduction slot, by its number, or (None) of `grads`.
         self._places_in: dict[int | None, _Places] = {}
-        self._open: _Places = _Places((), ())
+        # The collectives in flight, the part of the buffer in which they leave the result, and whether it is final.
+        self._in_flight: tuple[HopChain, Tensor, bool] | None = None
         # Where this rank's part lies in the whole buffer, and `final` in `grads`.
         span = flat.spans[min(flat.depth_of_grads, flat.depth_of_master)]
-        self.in_whole = slice(span.start, span.stop)
+        self._in_whole = slice(span.start, span.stop)
         self._final_in_grads = flat.spans[flat.depth_of_master].within(span)
         if flat.grads_on_host:
             assert on_host is not None
             self._rest_in(on_host)
 
-    def _rest_in(self, grads: Tensor) -> None:
+    def _rest_in(self, grads: Tensor) -> Tensor:
         self.grads = grads
         self.final = grads[self._final_in_grads]
         self._final_views = self._views_of(self.final)
+        return grads
 
     # Memory.
 
-    def fetch(self) -> None:
-        """Allocate `grads`, if needed. New memory is not initialised."""
-        num_elems = self.flat.num_grads
-        if self.flat.grads_on_host:
-            return
+    def fetch(self) -> Tensor:
+        """Return `grads`, and allocate it if needed. New memory is not initialised."""
+        num_elems, dtype = self.flat.num_grads, self.flat.reduce
         if self.grads is None:
-            self._rest_in(torch.empty(num_elems, dtype=self.flat.reduce.torch, device=self._device))
-        elif self.grads.untyped_storage().nbytes() == 0:
-            self.grads.untyped_storage().resize_(num_elems * self.flat.reduce.itemsize)
+            return self._rest_in(torch.empty(num_elems, dtype=dtype.torch, device=self._device))
+        if not self.flat.grads_on_host and self.grads.untyped_storage().nbytes() == 0:
+            self.grads.untyped_storage().resize_(num_elems * dtype.itemsize)
+        return self.grads
 
     def give_back(self) -> None:
         """Release the memory of `grads`. The tensor and its views stay, and see the memory of the next `fetch`."""
@@ -176,50 +143,46 @@ class Gradient:
 
     # A backward writes.
 
-    def open(self, number: int | None, slot: Tensor | None, scale: GradScale) -> None:
+    def open(self, slot: int | None, room: Room) -> None:
         """Choose the memory for the gradients of a backward, which the collective reads.
 
         That is `grads` itself if it holds whole gradients on the device: new ones are added to those in it. Else it is
-        `slot`, whose old contents are ignored.
+        the room in a slot, whose old contents are ignored.
         """
         if self.stage == "final":
             self.apply_clip()
-            self._make_local(scale)
-        self.fetch()
+            self._make_local()
+        grads = self.fetch()
         self.square = self.clipped_by = None
-        buffer = self.grads if slot is None else slot
-        assert buffer is not None
-        key = None if slot is None else number
+        in_slot, self._rows = room
+        self._buffer = buffer = grads if in_slot is None else in_slot
+        key = None if in_slot is None else slot
         if key not in self._places_in:
             self._places_in[key] = _cut(buffer, self.flat)
-        self._open = self._places_in[key]
-        self.places = self._open.params
+        self.places, self._paddings = self._places_in[key]
         adds = self.flat.depth_of_grads == 0 and self.stage == "local"
         if adds and self.flat.grads_on_host:
-            assert self.grads is not None
-            self.carrier.copy(buffer, self.grads)
+            self.carrier.copy(buffer, grads)
         self.written = [adds] * len(self.places)
 
-    def put(self, index: int, rows: Tensor, inputs: Tensor, scale: GradScale) -> None:
+    def put(self, index: int, rows: Tensor, inputs: Tensor) -> None:
         """Write the gradient of a linear layer's weight, rows' x inputs, into its open place: (n, out) and (n, in)."""
         assert self.places is not None
-        place, beta = self.places[index], float(self.written[index])
+        place, beta, alpha = self.places[index], float(self.written[index]), self.scale.before
         if place.dtype == rows.dtype:
-            torch.addmm(place, rows.t(), inputs, beta=beta, alpha=scale.before, out=place)
-        elif beta == 0.0 and scale.before == 1.0:
+            torch.addmm(place, rows.t(), inputs, beta=beta, alpha=alpha, out=place)
+        elif beta == 0.0 and alpha == 1.0:
             # The product is summed in fp32 anyway: here it is never rounded to the compute dtype.
             torch.mm(rows.t(), inputs, out_dtype=place.dtype, out=place)
         else:
-            torch.ops.aten.addmm.dtype_out(
-                place, rows.t(), inputs, place.dtype, beta=beta, alpha=scale.before, out=place
-            )
+            torch.ops.aten.addmm.dtype_out(place, rows.t(), inputs, place.dtype, beta=beta, alpha=alpha, out=place)
         self.written[index] = self.used[index] = True
 
-    def close(self, taken: Sequence[Tensor | None], scale: GradScale) -> None:
+    def _close(self, taken: Sequence[Tensor | None]) -> None:
         """Add the gradients that autograd left on the compute parameters to those that were put. Close the places."""
         assert self.places is not None
         # Padding takes part in sums and norms: it must be zero, whatever another unit or an overflow left there.
-        empty = list(self._open.paddings)
+        empty = list(self._paddings)
         copied: tuple[list[Tensor], list[Tensor]] = ([], [])
         added: tuple[list[Tensor], list[Tensor]] = ([], [])
         for index, (grad, place) in enumerate(zip(taken, self.places, strict=True)):
@@ -238,12 +201,12 @@ class Gradient:
             sources.append(grad)
         if empty:
             torch._foreach_zero_(empty)
-        if scale.before != 1.0:
+        if self.scale.before != 1.0:
             # Never in place on the sources: autograd may have given two parameters the same memory.
             for target, source in zip(*copied, strict=True):
-                torch.mul(source, scale.before, out=target)
+                torch.mul(source, self.scale.before, out=target)
             for target, source in zip(*added, strict=True):
-                target.add_(source, alpha=scale.before)
+                target.add_(source, alpha=self.scale.before)
         else:
             if copied[0]:
                 torch._foreach_copy_(*copied)
@@ -254,41 +217,35 @@ class Gradient:
     # From local to final, and back.
 
     def start_reduction(
-        self,
-        taken: Sequence[Tensor | None],
-        room: SlotViews,
-        is_sync: bool,
-        channels: Channels,
-        scale: GradScale,
-        scratch: Callable[[int], Tensor],
-    ) -> ReductionInFlight:
+        self, taken: Sequence[Tensor | None], is_sync: bool, channels: Channels, scratch: Callable[[int], Tensor]
+    ) -> HopChain:
         """Close the open places with the gradients that autograd left, and start to reduce.
 
-        The gradient is reduced in its room, or in `grads`; `scratch` is memory for sums of earlier micro-batches that
-        come back from the host. Only a first hop is started here. `taken` must be held until it has been copied.
+        `scratch` is memory for sums of earlier micro-batches that come back from the host. Only a first hop is started
+        here. `taken` must be held until it has been copied.
         """
-        flat, carrier, journey = self.flat, self.carrier, HopChain()
-        buffer = self.grads if room.grads is None else room.grads
+        flat, carrier, journey, buffer, rows = self.flat, self.carrier, HopChain(), self._buffer, self._rows
         assert buffer is not None
         assert self.grads is not None
-        self.close(taken, scale)
+        self._close(taken)
         hops, is_first = flat.reduce_hops, self.stage == "empty"
         self.stage = "local"
         if is_first and len(hops) == 1 and not flat.grads_on_host and channels[hops[0].axis].num_ranks > 1:
             # Nothing to add to: the collective writes the sum directly to `grads`.
-            journey.go([carrier.step_to(self.grads, buffer, hops[0], channels, room.rows)])
+            journey.go([carrier.step_to(self.grads, buffer, hops[0], channels, rows)])
             journey.begin()
         elif hops:
-            journey.go(carrier.steps(buffer, 0, hops, channels, room.rows))
+            journey.go(carrier.steps(buffer, 0, hops, channels, rows))
             journey.begin()
-            journey.do(partial(self._add_to_rest, buffer[self.in_whole], is_first, scratch))
-        part = buffer[self.in_whole] if flat.grads_on_host else self.grads
+            journey.do(partial(self._add_to_rest, buffer[self._in_whole], is_first, scratch))
+        part = buffer[self._in_whole] if flat.grads_on_host else self.grads
         if is_sync:
-            journey.go(carrier.steps(part, flat.depth_of_grads, flat.sync_hops, channels, room.rows))
+            journey.go(carrier.steps(part, flat.depth_of_grads, flat.sync_hops, channels, rows))
         if not hops:
             # Whole gradients: the first hop of the sync is the reduction itself.
             journey.begin()
-        return ReductionInFlight(self, journey, part, is_sync)
+        self._in_flight = (journey, part, is_sync)
+        return journey
 
     def _add_to_rest(self, part: Tensor, is_first: bool, scratch: Callable[[int], Tensor]) -> None:
         """Add sums over the ranks to those of earlier micro-batches. Sums on the host are added on the device."""
@@ -303,45 +260,46 @@ class Gradient:
         else:
             self.grads.add_(part)
 
-    def finish_reduction(self, reduction: ReductionInFlight, scale: GradScale) -> None:
+    def finish_reduction(self) -> None:
         """Wait for the collectives. After the last micro-batch, the gradient is final."""
-        reduction.journey.finish()
-        if reduction.is_sync:
-            self._become_final(reduction.part, scale)
+        assert self._in_flight is not None
+        assert self.grads is not None
+        (journey, part, is_sync), self._in_flight = self._in_flight, None
+        journey.finish()
+        if is_sync:
+            self._become_final(part)
         elif self.flat.grads_on_host:
-            assert self.grads is not None
-            self.leaving = (self.grads, reduction.part)
+            self.leaving = (self.grads, part)
 
-    def sync(self, rows: Tensor | None, channels: Channels, scale: GradScale) -> None:
+    def sync(self, channels: Channels) -> None:
         """Reduce the partial sums in `grads` to the optimizer's depth, as the mean over all ranks."""
         assert self.grads is not None
-        part = self.grads
-        if self.flat.grads_on_host:
+        flat, part, num_bytes = self.flat, self.grads, self.flat.exchanged_bytes
+        rows = torch.empty(num_bytes, dtype=torch.uint8, device=self._device) if num_bytes else None
+        if flat.grads_on_host:
             part = torch.empty_like(self.grads, device=self._device)
             self.carrier.copy(part, self.grads)
-        self.carrier.run(part, self.flat.depth_of_grads, self.flat.sync_hops, channels, rows)
-        self._become_final(part, scale)
+        self.carrier.run(part, flat.depth_of_grads, flat.sync_hops, channels, rows)
+        self._become_final(part)
 
-    def _become_final(self, part: Tensor, scale: GradScale) -> None:
+    def _become_final(self, part: Tensor) -> None:
         """Make the gradient final. `part` has the sum: it is `grads`, or on the device if `grads` is on the host."""
         final = self.final if part is self.grads else part[self._final_in_grads]
-        scale.apply(final)
+        self.scale.apply(final)
         self.stage = "final"
         if self.flat.host_updates:
             self.leaving = (self.final_at_hand, final)
             self._unsquared = final
 
-    def _make_local(self, scale: GradScale) -> None:
+    def _make_local(self) -> None:
         """Turn a final gradient back into a partial sum, so that the next sync returns it plus the new gradients."""
-        flat = self.flat
+        flat, grads = self.flat, self.fetch()
         sizes = dict(zip(flat.layout.chain, flat.axis_sizes, strict=True))
         num_summed = prod(sizes[hop.axis] for hop in flat.sync_hops)
         num_copies = prod(sizes[hop.axis] for hop in flat.sync_hops if hop.kind == "all_reduce")
-        self.fetch()
-        assert self.grads is not None
-        kept = self.final_at_hand.clone()
-        self.grads.zero_()
-        scale.undo(self.final.copy_(kept).mul_(1.0 / num_copies), num_summed)
+        final = self.final_at_hand.clone()
+        grads.zero_()
+        self.scale.undo(self.final.copy_(final).mul_(1.0 / num_copies), num_summed)
         self.stage = "local"
 
     def set_final(self, part: Tensor, used: Sequence[bool]) -> None:
@@ -371,8 +329,7 @@ class Gradient:
         is_zero = zeros and self.stage != "empty"
         self.square = self.clipped_by = None
         if is_zero and self.grads is not None:
-            self.fetch()
-            self.grads.zero_()
+            self.fetch().zero_()
             self.final_at_hand.zero_()
         elif gives_back:
             self.give_back()

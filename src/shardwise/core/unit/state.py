@@ -1,12 +1,17 @@
-"""The weights of a unit on this rank: the tensors of each flat, and the Parameters that modules have for them."""
+"""The weights of a unit on this rank: the tensors of each flat, and the Parameters that modules have for them.
+
+A `StandIn` takes the place of a tensor that is stored elsewhere: reading it raises an error that says where.
+"""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ...base.errors import StateError
 from ...base.intervals import pieces
 from ..offload.host_memory import MASTER, HostMemory, Moves, OffloadedState
 from ..schedule.flat import Buffer, Copy, Flat
@@ -14,7 +19,47 @@ from ..wire.collectives import HopChain
 from ..wire.reference_codecs import decode, encode
 from .carrier import Carrier, Channels
 from .gradient import Gradient
-from .stand_ins import OnDisk
+
+_HARMLESS = {"__get__", "untyped_storage", "size", "numel", "dim", "element_size", "data_ptr", "is_floating_point"}
+
+
+class StandIn(Tensor):
+    """Stand-in for the gradient of a user's parameter, which lies in a flat shard; using it raises."""
+
+    why = (
+        "gradients lie in flat shards, not in param.grad: step the optimizer that sw.shard returned (give it all of "
+        "them), clip with optimizer.clip_grad_norm(...), read with sw.grad_norms(model) or inside "
+        "`with sw.whole(model, grads=True):`, clear with optimizer.zero_grad(), and leave a GradScaler out "
+        "(precision='fp16' scales by itself)"
+    )
+    # Functions that describe a tensor without reading it: attributes, and functions that memory tools call.
+    harmless = _HARMLESS
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.__name__ in cls.harmless:
+            return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
+        raise StateError(cls.why)
+
+    @classmethod
+    def like(cls, shape: Sequence[int], dtype: torch.dtype, device: torch.device | None = None) -> Tensor:
+        return torch.zeros((), dtype=dtype, device=device).expand(tuple(shape)).as_subclass(cls)
+
+
+class NotShown(StandIn):
+    """Stand-in for a gradient inside `sw.whole`, which shows weights."""
+
+    why = "sw.whole(model) shows weights: for gradients write `with sw.whole(model, grads=True):`"
+
+
+class OnDisk(StandIn):
+    """Stand-in for master weights or optimizer state on disk."""
+
+    why = (
+        "this tensor is on disk: read weights with sw.full_state_dict(model) or inside `with sw.whole(model):`, and "
+        "optimizer state through a checkpoint"
+    )
+    harmless = _HARMLESS | {"__set__", "requires_grad_", "register_hook", "detach"}
 
 
 class FlatState:
@@ -24,6 +69,7 @@ class FlatState:
         self.flat = flat
         self.unit_name = unit_name
         self.away: OffloadedState | None = host.state_of(flat, unit_name)
+        self._rows = None if self.away is None else self.away.rows  # of the master on the host or on disk
         self.carrier = Carrier(flat, unit_name, self.away)
         self.master = self._master_at_rest(device)
         self._draft: Tensor | None = None
@@ -39,7 +85,9 @@ class FlatState:
             nn.Parameter(torch.empty(0, dtype=flat.compute.torch, device=device), requires_grad=flat.trainable)
             for _ in flat.params
         ]
-        own, at_rest = flat.spans[flat.depth_of_master], flat.spans[flat.depth_of_params]
+        self._own = own = flat.spans[flat.depth_of_master]
+        self.own_in_whole = slice(own.start, own.stop)
+        at_rest = flat.spans[flat.depth_of_params]
         # The place of this rank's master in `rest`, and the place of `rest` in `whole`.
         self._master_in_rest = own.within(at_rest)
         self._rest_in_whole = slice(at_rest.start, at_rest.stop)
@@ -63,20 +111,19 @@ class FlatState:
         return self.compute_params[0].device
 
     def _master_at_rest(self, device: torch.device) -> Tensor:
-        if self.away is None or self.away.rows is None:
+        if self._rows is None:
             return torch.zeros(self.flat.num_master, dtype=self.flat.master.torch, device=device)
-        if self.away.rows.on_disk:
+        if self._rows.on_disk:
             return OnDisk.like((self.flat.num_master,), self.flat.master.torch)
         # `.data` has a version counter of its own: updates by the host's thread are no changes from outside.
-        return self.away.rows.tensors[MASTER].data
+        return self._rows.tensors[MASTER].data
 
     def _resting_param(self, held: slice, shape: Sequence[int]) -> nn.Parameter:
         flat = self.flat
         if isinstance(self.master, OnDisk):
             own = shape if flat.depth_of_master == 0 else (held.stop - held.start,)
             return nn.Parameter(OnDisk.like(own, flat.master.torch), requires_grad=flat.trainable)
-        view = self.master[held]
-        view = view.view(shape) if flat.depth_of_master == 0 else view
+        view = self.master[held].view(shape if flat.depth_of_master == 0 else -1)
         return nn.Parameter(view, requires_grad=flat.trainable)
 
     def read_master(self) -> Tensor:
@@ -87,18 +134,16 @@ class FlatState:
 
     def master_part(self, where: slice) -> Tensor:
         """Elements of the master: a view, or a copy if it is on disk."""
-        rows = None if self.away is None else self.away.rows
-        return self.master[where] if rows is None else rows.part(MASTER, where)
+        return self.master[where] if self._rows is None else self._rows.part(MASTER, where)
 
     @contextmanager
     def writing(self) -> Iterator[Tensor]:
         """Yield the master to be changed from outside; at the end, its copies on the host or on disk are renewed."""
-        rows = None if self.away is None else self.away.rows
         self._draft = master = self.read_master()
         try:
             yield master
-            if rows is not None and rows.on_disk:
-                rows.set_part(MASTER, slice(0, rows.num_elems), master)
+            if self._rows is not None and self._rows.on_disk:
+                self._rows.set_part(MASTER, slice(0, self._rows.num_elems), master)
             self.publish()
         finally:
             self._draft = None
@@ -111,10 +156,8 @@ class FlatState:
 
     def part_of(self, index: int, value: Tensor) -> Tensor:
         """This rank's part of a whole tensor that is shaped like a parameter, as a row."""
-        flat = self.flat
-        own = flat.spans[flat.depth_of_master]
-        common = flat.intervals[index].overlap(own)
-        return value.detach().reshape(-1)[common.within(flat.intervals[index])]
+        interval = self.flat.intervals[index]
+        return value.detach().reshape(-1)[interval.overlap(self._own).within(interval)]
 
     def publish(self, moves: Moves | None = None) -> None:
         """Renew the copies of a changed master on the host or on disk. `moves` counts the bytes."""
@@ -123,7 +166,7 @@ class FlatState:
 
     def set_master(self, index: int, read: Callable[[Tensor], object]) -> None:
         """Fill this rank's part of one parameter, if possible in place; call `publish` once all are filled."""
-        rows, held = None if self.away is None else self.away.rows, self.held[index]
+        rows, held = self._rows, self.held[index]
         if rows is None or not rows.on_disk:
             read(self.master[held])
             return
@@ -144,8 +187,7 @@ class FlatState:
     def bind(self, whole: Tensor) -> None:
         """Make the compute parameters views into `whole`."""
         self.whole = whole
-        own = self.flat.spans[self.flat.depth_of_master]
-        self._own_part = whole[own.start : own.stop]
+        self._own_part = whole[self.own_in_whole]
         for param, interval, spec in zip(self.compute_params, self.flat.intervals, self.flat.params, strict=True):
             # `.data` gives the view a version counter of its own: later gathers do not count as in-place changes.
             param.data = whole.data[interval.start : interval.stop].view(spec.shape)
@@ -198,12 +240,12 @@ class FlatState:
         the decoded values, of its own part too."""
         flat, codec = self.flat, self.flat.params_codec
         assert codec is not None
-        own, at_rest = flat.spans[flat.depth_of_master], flat.spans[flat.depth_of_params]
+        at_rest = flat.spans[flat.depth_of_params]
         in_rest = rows[at_rest.start // flat.num_master : at_rest.stop // flat.num_master]
         route = flat.route(is_stale)
         self._copy_all(route.before, staged, in_rest)
         if is_stale or not flat.copy_is_encoded:
-            encode(codec, self._own_part, rows[own.start // flat.num_master :][:1], self.carrier.next_seed())
+            encode(codec, self._own_part, rows[self._own.start // flat.num_master :][:1], self.carrier.next_seed())
             journey.go(self.carrier.row_steps(rows, flat.refresh_hops, channels))
         if route.after:
             journey.do(partial(self._copy_all, route.after, staged, in_rest))
@@ -219,12 +261,11 @@ class FlatState:
     def _write_to_disk(self, at_rest: Tensor) -> None:
         """Write a renewed copy at rest to disk. Only used if the optimizer is split further than the parameters."""
         assert self.away is not None
-        memory = self.away.memory
-        assert self.away.region is not None
-        values = at_rest.cpu()
+        memory, region, values = self.away.memory, self.away.region, at_rest.cpu()
+        assert region is not None
         memory.moves.add("to_host", values.nbytes)
         memory.moves.add("write", values.nbytes)
-        memory.store.put(self.away.region, values).wait()
+        memory.store.put(region, values).wait()
 
 
 class Unit:
@@ -270,10 +311,8 @@ class Unit:
         return None
 
     def stamp(self, version: int) -> None:
-        """Set the version of the compute parameters; autograd refuses to use those of another version than it saved.
-
-        So a backward that would read another unit's weights, or newer ones, in this memory raises an error.
-        """
+        """Set the version of the compute parameters. A backward that would read another unit's weights, or newer ones,
+        in this memory then raises an error."""
         torch._C._autograd._unsafe_set_version_counter(self._compute_params, (version,) * len(self._compute_params))
 
     def was_written(self, version: int) -> bool:
