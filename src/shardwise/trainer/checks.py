@@ -53,7 +53,11 @@ def look_ahead(settings: Settings, num_ranks: int, say: Callable[[str], None]) -
     made = [place for place in (data, *data.parents) if not place.exists()]
     before = set(data.glob("*"))
     try:
-        _make(data)
+        try:
+            data.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            why = error.strerror or error
+            raise ConfigurationError(f"output_dir {data.parent}: cannot be written: {why}") from error
         prepared = prepare(settings, checked.tokenizer, data, say, checked.facts.vocab_size)
         samples, _ = open_samples(settings, checked.tokenizer, prepared, checked.seq_length, say)
         require_targets(samples, say)
@@ -65,13 +69,6 @@ def look_ahead(settings: Settings, num_ranks: int, say: Callable[[str], None]) -
             for place in made:
                 place.rmdir()
         raise
-
-
-def _make(data: Path) -> None:
-    try:
-        data.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigurationError(f"output_dir {data.parent}: cannot be written: {error.strerror or error}") from error
 
 
 def require_same_names(settings: Settings, checked: Checked) -> None:

@@ -97,37 +97,34 @@ def port(variables: Variables) -> int:
 def slurm_script(settings: Settings, words: Sequence[str]) -> str:
     """Return a script for sbatch. `words` are those of the command line after `shardwise train`."""
     low, high = nodes_of(settings.nnodes)
-    gpus = "" if settings.device == "cpu" else f"#SBATCH --gpus-per-node={settings.nproc_per_node or DEFAULT_GPUS}\n"
-    name = _name(settings)
-    # The job keeps its number when it is queued again.
-    run = shlex.quote(settings.output_dir) if settings.output_dir else f'"runs/{name}-$SLURM_JOB_ID"'
+    name, command = _name(settings), shlex.join(["shardwise", "train", *words])
+    num_gpus = settings.nproc_per_node or DEFAULT_GPUS
     return _template("slurm.sh.txt").format(
-        command_line=_command_line(words),
+        command_line=command.replace("\n", " "),
         name=name,
         nodes=low if low == high else f"{low}-{high}",
-        gpus=gpus,
+        gpus="" if settings.device == "cpu" else f"#SBATCH --gpus-per-node={num_gpus}\n",
         save_s=SAVE_S,
-        run=run,
+        # The job keeps its number when it is queued again.
+        run=shlex.quote(settings.output_dir) if settings.output_dir else f'"runs/{name}-$SLURM_JOB_ID"',
         resume=_resume(settings),
-        command=shlex.join(["shardwise", "train", *words]),
+        command=command,
     )
 
 
 def kubernetes_job(settings: Settings, words: Sequence[str]) -> str:
     """Return a Service, by which the machines find each other, and an Indexed Job with a pod per machine."""
     _, nodes = nodes_of(settings.nnodes)
-    name = _name(settings)
-    mount = "/runs"
+    name, command = _name(settings), shlex.join(["shardwise", "train", *words])
     # On the volume that all machines can write, wherever the image starts its processes.
-    folder = settings.output_dir or name
+    mount, folder = "/runs", settings.output_dir or name
     run = folder if folder.startswith("/") else f"{mount}/{folder.removeprefix('runs/')}"
     gpus = f"resources:\n  limits:\n    nvidia.com/gpu: {settings.nproc_per_node or DEFAULT_GPUS}\n"
     meeting = f' --node-rank "$JOB_COMPLETION_INDEX" --rdzv-endpoint {name}-0.{name}:{PORT}' if nodes > 1 else ""
     # exec: the signal that ends a pod goes to its first process only.
-    command = f"exec {shlex.join(['shardwise', 'train', *words])}"
-    script = f"{command}{meeting} --output-dir {shlex.quote(run)}{_resume(settings)}"
+    script = f"exec {command}{meeting} --output-dir {shlex.quote(run)}{_resume(settings)}"
     return _template("kubernetes.yaml.txt").format(
-        command_line=_command_line(words),
+        command_line=command.replace("\n", " "),
         name=name,
         nodes=nodes,
         retries=3 * nodes,
@@ -147,10 +144,6 @@ def _template(name: str) -> str:
 def _resume(settings: Settings) -> str:
     """Let a restarted job resume; one that names a checkpoint begins there each time."""
     return "" if settings.resume_from_checkpoint else " --resume-from-checkpoint auto"
-
-
-def _command_line(words: Sequence[str]) -> str:
-    return shlex.join(["shardwise", "train", *words]).replace("\n", " ")
 
 
 def _name(settings: Settings) -> str:

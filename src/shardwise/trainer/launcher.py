@@ -23,15 +23,16 @@ LAUNCH_SETTINGS = ("nnodes", "node_rank", "rdzv_backend", "rdzv_endpoint", "rdzv
 BACKENDS = ("c10d", "static", "etcd", "etcd-v2")
 
 
+Check = Callable[[Settings, int], None]
+
+
 def _check(settings: Settings, num_ranks: int) -> None:
     from .checks import look_ahead  # imports torch, which must not happen in a rank before its threads are set
 
     look_ahead(settings, num_ranks, partial(print, flush=True))
 
 
-def launch(
-    settings: Settings, origin: Mapping[str, str], entry: str = ENTRY, check: Callable[[Settings, int], None] = _check
-) -> int:
+def launch(settings: Settings, origin: Mapping[str, str], entry: str = ENTRY, check: Check = _check) -> int:
     """Return the exit code of a run. `origin` says where each setting came from; each rank runs MODULE:FUNCTION.
 
     `check` gets the settings and the number of ranks before any rank is started.
@@ -46,9 +47,7 @@ def launch(
         return signals.INTERRUPTED
 
 
-def _start_ranks(
-    settings: Settings, origin: Mapping[str, str], entry: str, check: Callable[[Settings, int], None]
-) -> int:
+def _start_ranks(settings: Settings, origin: Mapping[str, str], entry: str, check: Check) -> int:
     if int(size := os.environ.get("OMPI_COMM_WORLD_SIZE", "1")) > 1:
         raise ConfigurationError(
             f"mpirun has started {size} processes (OMPI_COMM_WORLD_SIZE), and each would start ranks of its own: use "
@@ -108,11 +107,11 @@ def ranks_here(settings: Settings) -> int:
 
 def _be_a_rank(settings: Settings, origin: Mapping[str, str], entry: str, variables: dict[str, str]) -> int:
     """Run as a rank that another launcher has started. Its variables win over ours from Slurm's."""
+    if "SLURM_CPUS_PER_TASK" in os.environ:
+        variables["OMP_NUM_THREADS"] = os.environ["SLURM_CPUS_PER_TASK"]
     for name, value in variables.items():
         os.environ.setdefault(name, value)
     _refuse_launch_settings(settings, origin)
-    if "SLURM_CPUS_PER_TASK" in os.environ:
-        os.environ.setdefault("OMP_NUM_THREADS", os.environ["SLURM_CPUS_PER_TASK"])
     _set_threads(int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     signals.listen(has_launcher=False)
     from .rank import call
@@ -124,8 +123,7 @@ def _refuse_launch_settings(settings: Settings, origin: Mapping[str, str]) -> No
     """No silent fallback: refuse settings that only our own launcher could follow."""
     is_torchrun = "TORCHELASTIC_RUN_ID" in os.environ or not cluster.is_step(os.environ)
     launcher = "torchrun" if is_torchrun else "srun"
-    started = os.environ.get("LOCAL_WORLD_SIZE")
-    wanted = settings.nproc_per_node
+    started, wanted = os.environ.get("LOCAL_WORLD_SIZE"), settings.nproc_per_node
     if wanted is not None and started is not None and int(started) != wanted:
         raise ConfigurationError(
             f"nproc_per_node: {wanted} ({origin.get('nproc_per_node', 'given')}), but {launcher} has started {started} "

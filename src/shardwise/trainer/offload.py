@@ -45,8 +45,17 @@ def offload_of(words: Sequence[str], wire: Sequence[str] = ()) -> Offload:
         raise ConfigurationError(
             f"offload: folders {folders[0]!r} and {folders[1]!r}: all that rests on disk is in one; name one of them"
         )
-    moves = (*(move for move, _ in found if move), *map(_codec, wire))
-    return Offload(moves, Path(folders[0]).expanduser() if folders else None)
+    moves = [move for move, _ in found if move]
+    for word in wire:
+        what, _, codec = word.partition("=")
+        if not codec:
+            raise ConfigurationError(
+                f"wire {word!r} does not say what travels as what; write params=int8 or grads=int4:feedback"
+            )
+        if what not in ENCODABLE:
+            raise ConfigurationError(f"wire {word!r}: {what!r} does not travel; {did_you_mean(what, ENCODABLE)}")
+        moves.append(f"{what}_as={codec}")
+    return Offload(tuple(moves), Path(folders[0]).expanduser() if folders else None)
 
 
 def _read(word: str) -> tuple[str, str]:
@@ -70,17 +79,6 @@ def _read(word: str) -> tuple[str, str]:
             "params=disk:/nvme"
         )
     return f"{what}={place}" + (f":{part}" if part else ""), folder
-
-
-def _codec(word: str) -> str:
-    what, equals, codec = word.partition("=")
-    if not equals or not codec:
-        raise ConfigurationError(
-            f"wire {word!r} does not say what travels as what; write params=int8 or grads=int4:feedback"
-        )
-    if what not in ENCODABLE:
-        raise ConfigurationError(f"wire {word!r}: {what!r} does not travel; {did_you_mean(what, ENCODABLE)}")
-    return f"{what}_as={codec}"
 
 
 def is_auto(strategy: Named) -> bool:
@@ -126,16 +124,14 @@ def updates_early(settings: Settings) -> bool:
 
 
 def _layouts(asked: Named) -> dict[str, Layout]:
-    names = list(asked.values()) if isinstance(asked, dict) else [asked]
-    return {name: _layout(name, is_auto(asked)) for name in names}
-
-
-def _layout(name: str, is_automatic: bool) -> Layout:
-    # A move that is possible under any preset is possible under the one that splits most.
-    row = re.sub(r"^[^+]*", MOST_SPLIT, name) if is_automatic else name
-    try:
-        return layout_of(row)
-    except ConfigurationError as error:
-        if "=" not in name or not str(error).startswith("layout: "):
-            raise
-        raise ConfigurationError(f"strategy {name!r}, with what was changed (offload, wire): {error}") from None
+    layouts = {}
+    for name in asked.values() if isinstance(asked, dict) else [asked]:
+        # A move that is possible under any preset is possible under the one that splits most.
+        row = re.sub(r"^[^+]*", MOST_SPLIT, name) if is_auto(asked) else name
+        try:
+            layouts[name] = layout_of(row)
+        except ConfigurationError as error:
+            if "=" not in name or not str(error).startswith("layout: "):
+                raise
+            raise ConfigurationError(f"strategy {name!r}, with what was changed (offload, wire): {error}") from None
+    return layouts

@@ -23,7 +23,7 @@ from ..core.optim.probe import num_moments
 from ..core.precision import precision_of
 from ..core.schedule.state_bytes import Way, state_bytes
 from ..core.schedule.units import find_units
-from ..core.wire.ledger import Traffic, add_up
+from ..core.wire.ledger import add_up
 from ..planner.assess import Assessment, Assessor, Machine, Subject, Works
 from ..planner.events import step_events
 from ..planner.plan_json import plan_as_json
@@ -49,16 +49,11 @@ class RunPlan:
 
     entry: Assessment
     assess: Assessor
+    note: str = ""
     others: tuple[Assessment, ...] = ()  # strategies that `auto` has considered
     why: str = ""  # reason of the choice of `auto`
-    note: str = ""
     rests: Mapping[str, int] = field(default_factory=dict)  # bytes by class between backward and step
-    # Offloaded bytes of a rank, and how they are held.
-    off_device: Mapping[str, object] = field(default_factory=dict)
-
-    def at_peak(self) -> dict[str, int]:
-        """Return bytes by class at the instant of the peak."""
-        return self.by_class(self.entry.memory.peak.name)
+    off_device: Mapping[str, object] = field(default_factory=dict)  # offloaded bytes of a rank, and how they are held
 
     @property
     def peak_bytes(self) -> int | None:
@@ -157,50 +152,41 @@ def plan_before(draft: Draft, settings: Settings) -> RunPlan | None:
     """Plan a strategy that was named, before the model is sharded."""
     if draft.machine is None:
         return None
-    assess = draft.assessor(draft.machine)
-    layouts = layouts_for(offload_of(settings.offload, settings.wire).applied_to(settings.strategy), assess.unit_names)
-    return RunPlan(assess(_name(settings), layouts, draft.training), assess, note=draft.note)
+    assess, strategy = draft.assessor(draft.machine), _strategy(settings)
+    entry = assess(_name(strategy), layouts_for(strategy, assess.unit_names), draft.training)
+    return RunPlan(entry, assess, draft.note)
 
 
 def plan_of(draft: Draft, model: nn.Module, settings: Settings) -> RunPlan:
     """Plan the sharded model that runs."""
-    engine, training, rests = engine_of(model), draft.training, _rests(model, draft.training)
-    off_device = _off_device(engine)
-    layouts = [unit.layout for unit in engine.schedule.units]
+    engine, training, chosen = engine_of(model), draft.training, chosen_plan(model)
+    host, units = engine.host, engine.schedule.units
+    others: tuple[Assessment, ...] = ()
     if draft.machine is not None:
-        assess = draft.assessor(draft.machine)
-        entry = _as_it_runs(assess(_name(settings), layouts, training), engine, draft.clips)
-        return RunPlan(entry, assess, note=draft.note, rests=rests, off_device=off_device)
-    chosen = chosen_plan(model)
-    assert chosen is not None
-    assert chosen.recommended is not None
-    assess, name = draft.assessor(chosen.machine), chosen.recommended.name
-    others = tuple(assess(entry.name, entry.layouts, training) for entry in chosen.found if entry.name != name)
-    entry = _as_it_runs(assess(name, layouts, training), engine, draft.clips)
-    return RunPlan(entry, assess, others, chosen.why, draft.note, rests, off_device)
-
-
-def _rests(model: nn.Module, training: Training) -> dict[str, int]:
-    """Return the state as `sw.memory` plans it, and all buffers."""
-    schedule = engine_of(model).schedule
-    state = state_bytes([flat for unit in schedule.units for flat in unit.flats], training.num_moments)
-    return {**asdict(state), "buffers": memory(model).planned_buffers}
-
-
-def _off_device(engine: Engine) -> dict[str, object]:
-    """Return the offloaded bytes of a rank and how they are held; empty without offload."""
-    host = engine.host
-    found: dict[str, object] = {}
+        assess, name, why = draft.assessor(draft.machine), _name(_strategy(settings)), ""
+    else:
+        assert chosen is not None
+        assert chosen.recommended is not None
+        assess, name, why = draft.assessor(chosen.machine), chosen.recommended.name, chosen.why
+        others = tuple(assess(entry.name, entry.layouts, training) for entry in chosen.found if entry.name != name)
+    entry = _as_it_runs(assess(name, [unit.layout for unit in units], training), engine, draft.clips)
+    # The state as `sw.memory` plans it, and all buffers.
+    state = state_bytes([flat for unit in units for flat in unit.flats], training.num_moments)
+    rests = {**asdict(state), "buffers": memory(model).planned_buffers}
+    off_device: dict[str, object] = {}
     if host.size.host:
-        found |= {"host_bytes": host.size.host, "pinned": host.arena.is_pinned, "cores": num_cores()}
+        off_device |= {"host_bytes": host.size.host, "pinned": host.arena.is_pinned, "cores": num_cores()}
     if host.disk is not None:
-        found |= {"disk_bytes": host.size.disk, "folder": str(host.disk.folder), "direct": host.disk.is_direct}
-    return found
+        off_device |= {"disk_bytes": host.size.disk, "folder": str(host.disk.folder), "direct": host.disk.is_direct}
+    return RunPlan(entry, assess, draft.note, others, why, rests, off_device)
 
 
-def _name(settings: Settings) -> str:
+def _strategy(settings: Settings) -> str | dict[str, str]:
     """Return the requested strategy, with offload and wire."""
-    strategy = offload_of(settings.offload, settings.wire).applied_to(settings.strategy)
+    return offload_of(settings.offload, settings.wire).applied_to(settings.strategy)
+
+
+def _name(strategy: str | dict[str, str]) -> str:
     return strategy if isinstance(strategy, str) else "mixed"
 
 
@@ -216,29 +202,22 @@ _UNKNOWN = ("activations", "loss", "peak_active", "peak_reserved", "peak_reserve
 _UNKNOWN_TIMES = ("step_seconds", "compute_seconds", "tokens_per_second_per_gpu", "mfu")
 
 
-def as_json(planned: RunPlan) -> dict[str, Any]:
+def write_plan(folder: Path, planned: RunPlan, first_step: int) -> None:
+    """Write the plan. `starts`: strategies and rank counts with the first step of each; the last is this plan's."""
     entry, assess = planned.entry, planned.assess
-    choice = Choice(((entry.training,),))
     why = planned.why or "it was asked for"
+    choice = Choice(((entry.training,),))
     found = (entry, *planned.others)
-    plan = Plan(assess.subject, assess.machine, entry.training, found, entry, why, assess, choice)
-    text = plan_as_json(plan)
+    text = plan_as_json(Plan(assess.subject, assess.machine, entry.training, found, entry, why, assess, choice))
     text["strategies"][0] |= {"rests": dict(planned.rests), "off_device": dict(planned.off_device)}
     if planned.note:
         text["why"] = planned.note
         for row in text["strategies"]:
             row["per_gpu_bytes"] |= dict.fromkeys(_UNKNOWN)
             row |= dict.fromkeys(_UNKNOWN_TIMES) | {"peak": {}, "instants": [], "timeline": []}
-    return text
-
-
-def write_plan(folder: Path, planned: RunPlan, first_step: int) -> None:
-    """Write the plan. `starts`: strategies and rank counts with the first step of each; the last is this plan's."""
-    text = as_json(planned)
     runs = text["strategies"][0]
     what = {"name": runs["name"], "layout": runs["layout"], "training": text["training"]}
-    num_ranks = planned.assess.machine.cluster.world_size
-    now = json.loads(json.dumps({"first_step": first_step, "num_ranks": num_ranks, **what}))
+    now = json.loads(json.dumps({"first_step": first_step, "num_ranks": assess.machine.cluster.world_size, **what}))
     starts = [start for start in _starts(folder / PLAN) if start["first_step"] < first_step]
     if not starts or {**starts[-1], "first_step": first_step} != now:
         starts.append(now)
@@ -261,16 +240,11 @@ def write_traffic(folder: Path, model: nn.Module, run_plan: RunPlan) -> None:
     clips = any(event.verb == "norm" for event in entry.events)
     events = step_events(engine.schedule, entry.training.num_micro_batches, clips=clips)
     planned, seen = add_up(call for event in events for call in event.calls), traffic(model)
-    text: dict[str, Any] = {"seen": _rows(seen), "planned": _rows(planned)}
+    text: dict[str, Any] = {
+        name: [asdict(row) for row in moved.rows] for name, moved in (("seen", seen), ("planned", planned))
+    }
     if seen.moves:
         moved = _as_it_runs(entry, engine, clips).moved
-        ways = {way: getattr(moved, way) for way in sorted(get_args(Way))}
-        text["moves"] = {
-            "seen": dict(seen.moves),
-            "planned": {way: num_bytes for way, num_bytes in ways.items() if num_bytes},
-        }
+        ways = {way: getattr(moved, way) for way in sorted(get_args(Way)) if getattr(moved, way)}
+        text["moves"] = {"seen": dict(seen.moves), "planned": ways}
     replace_file(folder / TRAFFIC, json.dumps(text, indent=1) + "\n")
-
-
-def _rows(moved: Traffic) -> list[dict[str, Any]]:
-    return [asdict(row) for row in moved.rows]

@@ -8,6 +8,7 @@ the panel of each are next to its default. None means that the value follows fro
 import dataclasses
 import json
 import math
+import operator
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -51,6 +52,8 @@ def mapping(panel: str, help: str) -> Any:  # noqa: A002
     return field(default_factory=dict, metadata={"panel": panel, "help": help})
 
 
+# Limits of a number: how an error names each, and what is outside.
+LIMITS = {"least": ("at least", operator.lt), "most": ("at most", operator.gt), "below": ("below", operator.ge)}
 MODEL, DATA, BATCH, TRAINING = "Model", "Data", "Batch", "Training"
 SHARDING, RUN, LAUNCH = "Sharding", "Run folder", "Launch"
 
@@ -145,7 +148,13 @@ class Settings:
     def __post_init__(self) -> None:
         """Refuse values that are wrong whatever the model and the data are."""
         for entry in dataclasses.fields(self):
-            _refuse_outside(entry, getattr(self, entry.name))
+            value, limits = getattr(self, entry.name), entry.metadata
+            if isinstance(value, int | float):
+                if not math.isfinite(value):
+                    raise ConfigurationError(f"{entry.name}: {value} is not a finite number")
+                for name, (words, is_outside) in LIMITS.items():
+                    if limits[name] is not None and is_outside(value, limits[name]):
+                        raise ConfigurationError(f"{entry.name}: {value} must be {words} {limits[name]:g}")
         if self.train_file and self.dataset:
             raise ConfigurationError(
                 f"train_file {', '.join(self.train_file)} and dataset {self.dataset}: the data comes from one of them"
@@ -182,21 +191,6 @@ class Settings:
 
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self), indent=1)
-
-
-def _refuse_outside(entry: dataclasses.Field[Any], value: Any) -> None:
-    """Refuse a number outside its limits, and one that is not finite."""
-    limits = entry.metadata
-    if not isinstance(value, int | float):
-        return
-    if not math.isfinite(value):
-        raise ConfigurationError(f"{entry.name}: {value} is not a finite number")
-    if limits["least"] is not None and value < limits["least"]:
-        raise ConfigurationError(f"{entry.name}: {value} must be at least {limits['least']:g}")
-    if limits["most"] is not None and value > limits["most"]:
-        raise ConfigurationError(f"{entry.name}: {value} must be at most {limits['most']:g}")
-    if limits["below"] is not None and value >= limits["below"]:
-        raise ConfigurationError(f"{entry.name}: {value} must be below {limits['below']:g}")
 
 
 def interval_of(steps: float, num_steps: int) -> int:

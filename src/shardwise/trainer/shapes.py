@@ -1,6 +1,6 @@
 """Shapes of the in-tree transformer, by name, and settings that suit each. This file does not import torch."""
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from ..base.errors import ConfigurationError
@@ -52,31 +52,21 @@ class Preset:
         return TransformerShape(vocab=vocab, **self.shape)
 
 
-def _llama(hidden: int, ffn: int, layers: int, heads: int, max_seq: int, tied: bool = False) -> Preset:
-    shape = {"hidden": hidden, "layers": layers, "heads": heads, "kv_heads": 8, "ffn": ffn, "max_seq": max_seq}
-    return Preset({**shape, "tied": tied}, vocab=128256)
+def _preset(
+    hidden: int, layers: int, heads: int, kv_heads: int, ffn: int, max_seq: int, vocab: int, tied: bool = False
+) -> Preset:
+    sizes = {"hidden": hidden, "layers": layers, "heads": heads, "kv_heads": kv_heads, "ffn": ffn, "max_seq": max_seq}
+    return Preset({**sizes, "tied": tied}, vocab)
 
 
+_TINY = {"seq_length": 128, "global_batch_size": 16, "max_steps": 200, "learning_rate": 3e-3, "warmup_steps": 10}
 PRESETS: dict[str, Preset] = {
-    "tiny": Preset(
-        {"hidden": 192, "layers": 4, "heads": 6, "kv_heads": 2, "ffn": 512, "max_seq": 512},
-        vocab=257,
-        settings={
-            "seq_length": 128,
-            "global_batch_size": 16,
-            "max_steps": 200,
-            "learning_rate": 3e-3,
-            "warmup_steps": 10,
-        },
-    ),
-    "50m": Preset(
-        {"hidden": 512, "layers": 12, "heads": 8, "kv_heads": 8, "ffn": 1408, "max_seq": 2048},
-        vocab=8192,
-    ),
-    "llama-3.2-1b": _llama(2048, 8192, 16, 32, 4096, tied=True),
-    "llama-3.2-3b": _llama(3072, 8192, 28, 24, 4096, tied=True),
-    "llama-3-8b": _llama(4096, 14336, 32, 32, 8192),
-    "llama-3-70b": _llama(8192, 28672, 80, 64, 8192),
+    "tiny": replace(_preset(192, 4, 6, 2, 512, 512, 257), settings=_TINY),
+    "50m": _preset(512, 12, 8, 8, 1408, 2048, 8192),
+    "llama-3.2-1b": _preset(2048, 16, 32, 8, 8192, 4096, 128256, tied=True),
+    "llama-3.2-3b": _preset(3072, 28, 24, 8, 8192, 4096, 128256, tied=True),
+    "llama-3-8b": _preset(4096, 32, 32, 8, 14336, 8192, 128256),
+    "llama-3-70b": _preset(8192, 80, 64, 8, 28672, 8192, 128256),
 }
 
 SHAPE_KEYS = tuple(entry.name for entry in fields(TransformerShape))

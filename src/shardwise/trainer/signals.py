@@ -17,6 +17,7 @@ import os
 import signal
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any, TextIO
@@ -106,17 +107,12 @@ class Requests:
         if self._folder is None or now - self._checked_s < CHECK_FILES_S:
             return
         self._checked_s = now
-        self._save |= _remove(self._folder / "SAVE")
-        if _remove(self._folder / "STOP"):
+        with suppress(OSError):
+            (self._folder / "SAVE").unlink()
+            self._save = True
+        with suppress(OSError):
+            (self._folder / "STOP").unlink()
             _received.request_stop(INTERRUPTED)
-
-
-def _remove(file: Path) -> bool:
-    try:
-        file.unlink()
-    except OSError:
-        return False
-    return True
 
 
 class _Terminal(io.FileIO):

@@ -60,12 +60,10 @@ class Divergence:
         if len(self.losses) < WINDOW:
             return ""
         self.lowest = min(self.lowest, mean)
-        if mean > self.ratio * self.lowest and mean > self.lowest + MIN_RISE:
-            return (
-                f"step {step}: the mean loss of {WINDOW} steps is {mean:.3f}, more than {self.ratio:g} times its "
-                f"lowest, {self.lowest:.3f}"
-            )
-        return ""
+        if mean <= self.ratio * self.lowest or mean <= self.lowest + MIN_RISE:
+            return ""
+        high = f"{mean:.3f}, more than {self.ratio:g} times its lowest, {self.lowest:.3f}"
+        return f"step {step}: the mean loss of {WINDOW} steps is {high}"
 
 
 @dataclass(slots=True)
@@ -162,15 +160,10 @@ class StepRecords:
         self._since = time.perf_counter()
 
     def to_extra(self) -> dict[str, Any]:
-        """Return the part of the records that a checkpoint saves."""
-        lowest = self.divergence.lowest
-        return {
-            "loss_sum": self.loss_sum,
-            "num_targets": self.num_targets,
-            "first_loss": self.first_loss,
-            "lowest": None if math.isinf(lowest) else lowest,  # JSON has no infinity
-            "losses": list(self.divergence.losses),
-        }
+        """Return the part of the records that a checkpoint saves. JSON has no infinity."""
+        lowest = None if math.isinf(self.divergence.lowest) else self.divergence.lowest
+        sums = {"loss_sum": self.loss_sum, "num_targets": self.num_targets, "first_loss": self.first_loss}
+        return {**sums, "lowest": lowest, "losses": list(self.divergence.losses)}
 
     def from_extra(self, extra: Mapping[str, Any], is_same_data: bool = True) -> None:
         self.loss_sum, self.num_targets = extra["loss_sum"], extra["num_targets"]
