@@ -5,9 +5,8 @@
     full       the block's input only
 
 A product of k terms costs 2k operations for every element that is saved, so per byte all products of one input are
-equally worth saving. Attention (two operations per position that a token attends to) is worth more as sequences grow.
-Elementwise operations are never worth it. With h the width of a Llama block, h / 4 that of its keys and values and
-3.5 h that of its feed-forward, in elements per token:
+equally worth saving; attention is worth more as sequences grow, elementwise operations are never worth it. In elements
+per token of a Llama block of width h, with keys and values of h / 4 and a feed-forward of 3.5 h:
 
                               none      selective   full
     saved                     20.5 h    7.5 h       1 h
@@ -15,9 +14,8 @@ Elementwise operations are never worth it. With h the width of a Llama block, h 
 
 Selective checkpointing saves attention, products that keep the width (query, out), and every second one of the products
 that widen (gate and up, or a fused qkv and up), which have most of the bytes. It does not save products that narrow to
-half or less: down, whose result goes into the residual stream, where neither a backward nor a recompute reads it; and
-keys and values of grouped queries, which are cheap. The usual rule (every second product, in the order of execution)
-saves 7.75 h here, of which 1 h is never read, and recomputes 37 %.
+half or less: down, whose result nobody reads again, and keys and values of grouped queries, which are cheap. The usual
+rule (every second product, in the order of execution) saves 7.75 h here, and recomputes 37 %.
 
 The wrapper is inside the module's call and around its forward: hooks, and so the engine's gathers, are outside of it.
 A recompute runs in the block's backward, for which the block is gathered anyway.

@@ -126,7 +126,14 @@ def _train(settings: Settings, context: FailureContext) -> int:
 
 def _write_divergence(run: Run, ending: Ending) -> Path:
     """Write the folder of a run that diverged. All ranks call it; the first one writes the report."""
-    names = sorted({name for part in exchange(run.hosts, _params_not_finite(run)) for name in part})
+    not_finite = [
+        state.flat.params[index].name
+        for unit in engine_of(run.model).units
+        for state in unit.states
+        for index, held in state.held.items()
+        if not bool(state.master_part(held).isfinite().all())
+    ]
+    names = sorted({name for part in exchange(run.hosts, not_finite) for name in part})
     place = run.folder / "diverged"
     if run.is_first:
         place.mkdir(parents=True, exist_ok=True)
@@ -141,20 +148,6 @@ def _write_divergence(run: Run, ending: Ending) -> Path:
         (place / "report.json").write_text(json.dumps(report, indent=1) + "\n")
     save(place / "checkpoint", run.model, run.optimizer, extra=run.extra(ending.step))
     return place
-
-
-def _params_not_finite(run: Run) -> list[str]:
-    """Return the parameters of which this rank's part holds a NaN or an infinity."""
-    return [
-        state.flat.params[index].name
-        for unit in engine_of(run.model).units
-        for state in unit.states
-        for index, held in state.held.items()
-        if not bool(state.master_part(held).isfinite().all())
-    ]
-
-
-# Setting up
 
 
 def set_up(settings: Settings, context: FailureContext) -> Run:

@@ -48,7 +48,13 @@ class Saves:
 
 def saves_of(engine: Engine, num_moments: float, in_background: bool, free_host_bytes: int, hosts: Channel) -> Saves:
     """Decide how to save; all ranks call it. `free_host_bytes` were free for this rank before the run."""
-    num_bytes = checkpoint_bytes(engine, num_moments)
+    # The master weights, and the moments of trained parameters.
+    num_bytes = sum(
+        round(param.num_elems * flat.master.itemsize * (1 + num_moments * flat.trainable))
+        for unit in engine.schedule.units
+        for flat in unit.flats
+        for param in flat.params
+    )
     why_not = ""
     if in_background and any(unit.layout.uses_disk for unit in engine.schedule.units):
         why_not = "state that rests on disk is read as it is written, and not copied to the host"
@@ -58,16 +64,6 @@ def saves_of(engine: Engine, num_moments: float, in_background: bool, free_host_
         if copy > MAX_HOST_SHARE * left:
             why_not = f"a copy of {size(copy)} a rank does not fit into the {size(max(left, 0))} that the host has left"
     return Saves(num_bytes, in_background and not why_not, why_not)
-
-
-def checkpoint_bytes(engine: Engine, num_moments: float) -> int:
-    """Bytes of the master weights, and of the moments of trained parameters."""
-    return sum(
-        round(param.num_elems * flat.master.itemsize * (1 + num_moments * flat.trainable))
-        for unit in engine.schedule.units
-        for flat in unit.flats
-        for param in flat.params
-    )
 
 
 def require_room(folder: Path, saves: Saves, num_steps: range, settings: Settings, say: Callable[[str], None]) -> None:
@@ -149,10 +145,17 @@ def resume(candidates: Sequence[str], model: nn.Module, optimizer: Any, say: Cal
 def _load(path: str, model: nn.Module, optimizer: Any, is_of_run: bool, say: Callable[[str], None]) -> dict[str, Any]:
     """Load weights and optimizer state, with this run's hyper-parameters and this run's precision of the masters."""
     mesh = engine_of(model).mesh
-    described = together(mesh.world, lambda: _describe(path, model, is_of_run) if mesh.rank == 0 else None)
-    described = exchange(mesh.world, described)[0]
-    assert described is not None
-    has_optimizer, rounded_names = described
+
+    def describe() -> tuple[bool, list[str]]:
+        """Return whether the checkpoint has optimizer state, and the tensors that this run's masters round."""
+        place = Path(path).resolve()
+        if is_of_run:
+            read_index(place)  # a folder of this run that is no checkpoint of ours is damaged, not another format
+        index = open_checkpoint(place).index
+        return index.optimizer is not None, rounded(engine_of(model), index)
+
+    described = together(mesh.world, lambda: describe() if mesh.rank == 0 else (False, []))
+    has_optimizer, rounded_names = exchange(mesh.world, described)[0]
     extra = load(path, model, optimizer if has_optimizer else None, allow_rounding=True, keep_groups=True)
     if rounded_names:
         more = f", and {len(rounded_names) - 1} more" if len(rounded_names) > 1 else ""
@@ -162,24 +165,15 @@ def _load(path: str, model: nn.Module, optimizer: Any, is_of_run: bool, say: Cal
     return extra
 
 
-def _describe(path: str, model: nn.Module, is_of_run: bool) -> tuple[bool, list[str]]:
-    """Return whether a checkpoint has optimizer state, and the tensors that this run's masters round."""
-    place = Path(path).resolve()
-    if is_of_run:
-        read_index(place)  # a folder of this run that is no checkpoint of ours is damaged, not another format
-    index = open_checkpoint(place).index
-    return index.optimizer is not None, rounded(engine_of(model), index)
-
-
 def _resumed(path: str, extra: dict[str, Any], say: Callable[[str], None]) -> Resumed:
-    if set(extra) >= set(_OWN):
-        wrong = [key for key, kind in _OWN.items() if type(extra[key]) is not kind]
-        if wrong:
-            raise CheckpointError(f"{path}: the value of {wrong[0]!r} in its extra is invalid: {extra[wrong[0]]!r}")
-        rate = extra.get("learning_rate")
-        known = {**{key: extra[key] for key in _OWN}, "learning_rate": rate if isinstance(rate, float) else None}
-        return Resumed(path, **known)
-    step = extra.get("step")
-    step = step if type(step) is int and step >= 0 else 0
-    say(f"{path} was not saved by shardwise train: it goes on after step {step}, with the data from its beginning")
-    return Resumed(path, step)
+    if not set(extra) >= set(_OWN):
+        step = extra.get("step")
+        step = step if type(step) is int and step >= 0 else 0
+        say(f"{path} was not saved by shardwise train: it goes on after step {step}, with the data from its beginning")
+        return Resumed(path, step)
+    for key, kind in _OWN.items():
+        if type(extra[key]) is not kind:
+            raise CheckpointError(f"{path}: the value of {key!r} in its extra is invalid: {extra[key]!r}")
+    rate = extra.get("learning_rate")
+    known = {key: extra[key] for key in _OWN}
+    return Resumed(path, **known, learning_rate=rate if isinstance(rate, float) else None)

@@ -151,10 +151,10 @@ class Run:
         began = time.perf_counter()
         if self.saves.in_background:
             self.saving = start_save(path, model, optimizer, extra=self.extra(step))
-            self.saved_step = step
         else:
             save(path, model, optimizer, extra=self.extra(step))
-            self.saved_step = step
+        self.saved_step = step
+        if self.saving is None:
             self._complete_save(f"in {time.perf_counter() - began:.1f} s")
         self.activity = ""
 
@@ -203,7 +203,6 @@ class Run:
     def finish_removing(self) -> None:
         if self.removing is not None:
             self.removing.join()
-            self.removing = None
 
     def extra(self, step: int) -> dict[str, Any]:
         """Return the trainer's values in a checkpoint, in addition to weights and optimizer state."""
