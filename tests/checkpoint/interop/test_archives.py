@@ -3,7 +3,7 @@
 import io
 import zipfile
 from collections import OrderedDict
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from tests.checkpoint.interop.places import whole
 
 
 def load(path: Path, *place: int) -> Any:
-    with OpenFile(path) as source:
+    with closing(OpenFile(path)) as source:
         return archives.load(source, *place)
 
 

@@ -24,7 +24,7 @@ from .pickles import STORAGE_DTYPES, Maker, Storage
 
 _MAX_OPEN = 64
 _MAX_DIRECTORY_BYTES = 64 << 20
-_LOCAL, _END, _END_BYTES = b"PK\3\4", b"PK\5\6", 22
+LOCAL, _END, _END_BYTES = b"PK\3\4", b"PK\5\6", 22
 
 
 class OpenFile:
@@ -47,12 +47,6 @@ class OpenFile:
 
     def close(self) -> None:
         os.close(self._file)
-
-    def __enter__(self) -> "OpenFile":
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
 
 
 class OpenFiles:
@@ -108,11 +102,6 @@ def load(source: OpenFile, offset: int = 0, num_bytes: int | None = None) -> Any
         raise CheckpointError(f"cannot read {source.path}: {error}") from error
     except (struct.error, ValueError, NotImplementedError) as error:
         raise CheckpointError(f"cannot read {source.path}: the archive of torch.save is damaged: {error}") from error
-
-
-def is_archive(source: OpenFile) -> bool:
-    """Return whether a file begins like an archive; it may be truncated all the same."""
-    return source.read(0, min(source.num_bytes, len(_LOCAL))) == _LOCAL
 
 
 class _Window:
@@ -192,7 +181,7 @@ class _Archive:
             raise ValueError(f"no entry at byte {entry.header_offset}")
         header = self._source.read(self._offset + entry.header_offset, 30)
         signature, name_bytes, extra_bytes = struct.unpack("<4s22xHH", header)
-        if signature != _LOCAL:
+        if signature != LOCAL:
             raise ValueError(f"no entry at byte {entry.header_offset}")
         offset = entry.header_offset + len(header) + name_bytes + extra_bytes
         if offset + entry.file_size > self._num_bytes:

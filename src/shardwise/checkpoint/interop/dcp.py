@@ -6,16 +6,14 @@ Accelerate writes such folders, one for the model and one for the optimizer.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from ...base.errors import CheckpointError
-from ..index import NAMES, Index, Piece, Stored, counts, in_order, shape_from, text
+from ..index import NAMES, Index, Piece, Stored, count, counts, in_order, shape_from, text
 from . import archives, pickles
-from .archives import OpenFiles
 from .described import Described, add_optimizer, by_settings, describing, index_of, place, version_text
 from .pickles import Record, Strided
 
@@ -31,8 +29,7 @@ _MAX_DEPTH = 64
 
 def read(folder: Path) -> Index:
     with describing(folder, str(folder / METADATA)) as found:
-        version = _add(found, "")
-        return index_of(found, {"format": "torch DCP", "version": version})
+        return index_of(found, {"format": "torch DCP", "version": _add(found, "")})
 
 
 def read_accelerate(folder: Path) -> Index:
@@ -46,12 +43,11 @@ def read_accelerate(folder: Path) -> Index:
 
 def _add(found: Described, inside: str) -> str:
     """Add everything that one `.metadata` describes; return the version that it names."""
-    sources = found.sources
-    source = sources.source(f"{inside}{METADATA}")
+    source = found.sources.source(f"{inside}{METADATA}")
     if source.num_bytes > pickles.MAX_PICKLE_BYTES:
         raise CheckpointError(f"{source.path} is {source.num_bytes} bytes long, of at most {pickles.MAX_PICKLE_BYTES}")
     try:
-        metadata = _Metadata(pickles.read(source.read(0, source.num_bytes), _no_storage))
+        metadata = _Metadata(found, inside, pickles.read(source.read(0, source.num_bytes), _no_storage))
         optimizer = _Optimizer()
         splits = {key: _split(metadata.paths.get(key, (key,))) for key in metadata.entries}
         # Tensors that are in no mapping are the model's, if nothing else is.
@@ -60,10 +56,10 @@ def _add(found: Described, inside: str) -> str:
             if is_flat and what == "other" and len(rest) == 1:
                 what = "model"
             if what == "model" and metadata.is_tensor(key):
-                found.tensors[_name(rest)] = _tensor(found, inside, metadata, key)
-            elif what == "other" and _name(rest) == _STEP and type(step := _value(found, inside, metadata, key)) is int:
+                found.tensors[_name(rest)] = metadata.tensor(key)
+            elif what == "other" and _name(rest) == _STEP and type(step := metadata.value(key)) is int:
                 found.extra[_STEP] = step
-            elif what != "optimizer" or not optimizer.add(rest, _value(found, inside, metadata, key)):
+            elif what != "optimizer" or not optimizer.add(rest, metadata.value(key)):
                 found.leave_out(_name(rest[:1]))
         optimizer.describe(found)
     except CheckpointError as error:
@@ -75,32 +71,51 @@ def _no_storage(identity: Any) -> Any:
     raise CheckpointError("a pickle asks for a storage where there is none")
 
 
-@dataclass(frozen=True, slots=True)
-class _Place:
-    """The place of the archive of one part of a tensor, or of a value."""
-
-    file: str
-    offset: int
-    num_bytes: int
-
-
 class _Metadata:
     """A checked `.metadata`: `entries` by key, and the `paths` of keys in the state dict, where they are known."""
 
-    def __init__(self, given: Any) -> None:
+    def __init__(self, found: Described, inside: str, given: Any) -> None:
+        self._found = found
         self.entries: dict[str, Record] = given.state["state_dict_metadata"]
         self.paths: dict[str, tuple[Any, ...]] = given.state.get("planner_data") or {}
         self.version = version_text(given.state.get("version"))
-        self.places: dict[tuple[str, tuple[int, ...]], _Place] = {}
+        # The file, the offset and the length of the archive of each part of a tensor, and of each value.
+        self._places: dict[tuple[str, tuple[int, ...]], tuple[str, int, int]] = {}
         for index, info in given.state["storage_data"].items():
             if info.get("transform_descriptors"):
                 raise CheckpointError(f"{text(index.get('fqn'))!r} was compressed when it was saved: save it plainly")
-            offset, num_bytes = counts((info.state["offset"], info.state["length"]))
             key = (text(index.state["fqn"]), counts(index.get("offset") or ()))
-            self.places[key] = _Place(text(info.state["relative_path"]), offset, num_bytes)
+            file = inside + text(info.state["relative_path"])
+            self._places[key] = (file, count(info.state["offset"]), count(info.state["length"]))
 
     def is_tensor(self, key: str) -> bool:
         return self.entries[key].name.endswith(".TensorStorageMetadata")
+
+    def tensor(self, key: str) -> Stored:
+        entry = self.entries[key].state
+        dtype, shape = entry["properties"].state[0], shape_from(entry["size"])
+        if not isinstance(dtype, torch.dtype):
+            raise ValueError("a tensor without a dtype")
+        pieces: list[Piece] = []
+        for chunk in entry["chunks"]:
+            offsets, lengths = counts(chunk.state["offsets"]), counts(chunk.state["sizes"])
+            part = self._load(key, offsets)
+            if not isinstance(part, Strided) or (part.dtype, part.shape) != (dtype, lengths):
+                raise CheckpointError(f"{key!r} has no {dtype} {lengths} at {offsets} in its file")
+            pieces += place(self._found.stored(part), offsets, shape, self._found.budget)
+        return Stored(shape, NAMES[dtype], in_order(pieces))
+
+    def value(self, key: str) -> Any:
+        if self.is_tensor(key):
+            return self.tensor(key)
+        num_bytes = self._places[key, ()][2]
+        if num_bytes > _MAX_VALUE_BYTES:
+            raise CheckpointError(f"{key!r} takes {num_bytes} bytes and is no tensor; at most {_MAX_VALUE_BYTES}")
+        return self._load(key, ())
+
+    def _load(self, key: str, offsets: tuple[int, ...]) -> Any:
+        file, offset, num_bytes = self._places[key, offsets]
+        return archives.load(self._found.sources.source(file), offset, num_bytes)
 
 
 def _split(path: tuple[Any, ...]) -> tuple[str, tuple[Any, ...]]:
@@ -117,34 +132,6 @@ def _name(keys: Sequence[Any]) -> str:
     if len(keys) > _MAX_DEPTH:
         raise ValueError(f"a path of {len(keys)} keys")
     return text(".".join(str(key) if type(key) is int else text(key) for key in keys))
-
-
-def _tensor(found: Described, inside: str, metadata: _Metadata, key: str) -> Stored:
-    entry = metadata.entries[key].state
-    dtype, shape = entry["properties"].state[0], shape_from(entry["size"])
-    if not isinstance(dtype, torch.dtype):
-        raise ValueError("a tensor without a dtype")
-    pieces: list[Piece] = []
-    for chunk in entry["chunks"]:
-        offsets, lengths = counts(chunk.state["offsets"]), counts(chunk.state["sizes"])
-        part = _load(found.sources, inside, metadata.places[key, offsets])
-        if not isinstance(part, Strided) or (part.dtype, part.shape) != (dtype, lengths):
-            raise CheckpointError(f"{key!r} has no {dtype} {lengths} at {offsets} in its file")
-        pieces += place(found.stored(part), offsets, shape, found.budget)
-    return Stored(shape, NAMES[dtype], in_order(pieces))
-
-
-def _value(found: Described, inside: str, metadata: _Metadata, key: str) -> Any:
-    if metadata.is_tensor(key):
-        return _tensor(found, inside, metadata, key)
-    where = metadata.places[key, ()]
-    if where.num_bytes > _MAX_VALUE_BYTES:
-        raise CheckpointError(f"{key!r} takes {where.num_bytes} bytes and is no tensor; at most {_MAX_VALUE_BYTES}")
-    return _load(found.sources, inside, where)
-
-
-def _load(sources: OpenFiles, inside: str, where: _Place) -> Any:
-    return archives.load(sources.source(inside + where.file), where.offset, where.num_bytes)
 
 
 class _Optimizer:

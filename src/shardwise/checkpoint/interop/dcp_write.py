@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.storage import WriteResult
 
-from ..index import Optimizer, Plain, Stored
+from ..index import Stored
 from ..opened import Opened
 from ..reader import Reader
 from ..tensor_files import OnBytes
@@ -36,9 +36,10 @@ _HOW = {"foreach": None, "capturable": False, "differentiable": False, "fused": 
 
 def write_dcp(opened: Opened, path: Path, on_bytes: OnBytes = lambda num_bytes: None) -> None:
     """Write a checkpoint; at most one part of a tensor is in memory."""
+    metadata = Metadata({}, planner_data={})
     with new_folder(path) as into, opened.reader() as reader:
-        metadata = Metadata({}, planner_data={})
-        with _Files(into) as files:
+        with ExitStack() as stack:
+            files = _Files(into, stack)
             for keys, value in _entries(opened):
                 key = ".".join(map(str, keys))
                 metadata.planner_data[key] = keys
@@ -52,29 +53,21 @@ def write_dcp(opened: Opened, path: Path, on_bytes: OnBytes = lambda num_bytes: 
 class _Files:
     """Files of a bounded size, one after the other, named as if each came from another rank."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._open = ExitStack()
+    def __init__(self, folder: Path, stack: ExitStack) -> None:
+        self._folder, self._stack = folder, stack
         self._file: IO[bytes] | None = None
         self._num = 0
         self.results: list[WriteResult] = []
 
     def write(self, index: MetadataIndex, value: Any) -> None:
         if self._file is None or self._file.tell() > MAX_FILE_BYTES:
-            self._open.close()
-            self._file = self._open.enter_context((self._folder / f"__{self._num}_0{DEFAULT_SUFFIX}").open("wb"))
+            self._stack.close()
+            self._file = self._stack.enter_context((self._folder / f"__{self._num}_0{DEFAULT_SUFFIX}").open("wb"))
             self._num += 1
         begin = self._file.tell()
         torch.save(value, self._file)
         num_bytes = self._file.tell() - begin
-        place = _StorageInfo(Path(self._file.name).name, begin, num_bytes)
-        self.results.append(WriteResult(index, num_bytes, place))
-
-    def __enter__(self) -> "_Files":
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._open.close()
+        self.results.append(WriteResult(index, num_bytes, _StorageInfo(Path(self._file.name).name, begin, num_bytes)))
 
 
 def _entries(opened: Opened) -> Iterator[tuple[tuple[str | int, ...], Stored | Any]]:
@@ -86,25 +79,17 @@ def _entries(opened: Opened) -> Iterator[tuple[tuple[str | int, ...], Stored | A
     optimizer = opened.index.optimizer
     if optimizer is None:
         return
-    for name, saved in tensors.items():
-        for key, item in saved.state.items():
-            yield ("optimizer", "state", name, key), _state_value(key, item)
     members: dict[int | None, list[str]] = {}
     for name, saved in tensors.items():
         members.setdefault(saved.group, []).append(name)
-    for number, settings in enumerate(_groups(optimizer)):
-        for key, value in {**settings, "params": members.get(number, [])}.items():
-            yield ("optimizer", "param_groups", number, key), value
-
-
-def _groups(optimizer: Optimizer) -> Iterator[dict[str, Any]]:
-    for group in optimizer.groups:
-        yield {key: tuple(value) if isinstance(value, list) else value for key, value in {**_HOW, **group}.items()}
-
-
-def _state_value(key: str, item: Stored | Plain) -> Stored | Tensor | Plain:
-    # torch's optimizers count steps in a tensor.
-    return torch.tensor(float(item)) if key == "step" and isinstance(item, (int, float)) else item
+        for key, item in saved.state.items():
+            # torch's optimizers count steps in a tensor.
+            is_count = key == "step" and isinstance(item, (int, float))
+            yield ("optimizer", "state", name, key), torch.tensor(float(item)) if is_count else item  # type: ignore[arg-type]
+    for number, group in enumerate(optimizer.groups):
+        for key, value in {**_HOW, **group, "params": members.get(number, [])}.items():
+            is_setting = isinstance(value, list) and key != "params"
+            yield ("optimizer", "param_groups", number, key), tuple(value) if is_setting else value
 
 
 def _write_tensor(files: _Files, key: str, stored: Stored, reader: Reader, on_bytes: OnBytes) -> TensorStorageMetadata:

@@ -68,13 +68,14 @@ def _add_numbered(found: Described, given: Any, groups: Groups) -> bool:
 def read_file(path: Path) -> Index:
     """Read a single file."""
     with describing(path.parent, str(path)) as found:
-        if path.suffix != ".safetensors" and not archives.is_archive(found.sources.source(path.name)):
+        source, is_safetensors = found.sources.source(path.name), path.suffix == ".safetensors"
+        if not is_safetensors and source.read(0, min(source.num_bytes, len(archives.LOCAL))) != archives.LOCAL:
             raise CheckpointError(
                 f"{path} is no checkpoint: what can be opened is a folder, a file *.safetensors, or a file of "
                 "torch.save (since torch 1.6; an older one: load it with the library that wrote it, and save it again)"
             )
         _add(found, path.name)
-        return index_of(found, {"format": "safetensors" if path.suffix == ".safetensors" else "torch.save"})
+        return index_of(found, {"format": "safetensors" if is_safetensors else "torch.save"})
 
 
 def _add_shards(found: Described, name: str) -> None:
