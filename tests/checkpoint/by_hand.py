@@ -9,7 +9,7 @@ from torch import Tensor
 
 from shardwise.checkpoint import folder
 from shardwise.checkpoint.index import NAMES, Index, Optimizer, Piece, Saved, Stored, to_json
-from shardwise.checkpoint.reader import Reader
+from shardwise.checkpoint.opened import Reader
 from shardwise.checkpoint.tensor_files import Source, lay_out, write_file
 
 GROUPS = ({"lr": 0.1, "betas": [0.9, 0.95], "weight_decay": 0.1}, {"lr": 0.1, "betas": [0.9, 0.95], "weight_decay": 0})

@@ -15,9 +15,10 @@ from torch import Tensor
 from shardwise.base.errors import CheckpointError
 from shardwise.base.files import ALIGNMENT
 from shardwise.base.intervals import Interval
-from shardwise.checkpoint import reader, tensor_files
+from shardwise.checkpoint import opened as reader
+from shardwise.checkpoint import tensor_files
 from shardwise.checkpoint.index import Check, File, Piece, Stored
-from shardwise.checkpoint.reader import Reader
+from shardwise.checkpoint.opened import Reader
 from shardwise.checkpoint.tensor_files import lay_out, read_header, write_file
 from tests.checkpoint.by_hand import read_whole, require_good, source_of
 from tests.harness import num_open_files

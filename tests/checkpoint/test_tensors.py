@@ -13,7 +13,7 @@ from torch import Tensor
 from shardwise.base.errors import CheckpointError
 from shardwise.checkpoint import tensor_files
 from shardwise.checkpoint.index import NAMES
-from shardwise.checkpoint.reader import Reader
+from shardwise.checkpoint.opened import Reader
 from shardwise.checkpoint.tensor_files import Source, lay_out, read_header, write_file
 from tests.checkpoint.by_hand import read_whole, source_of
 

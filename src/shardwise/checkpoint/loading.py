@@ -24,7 +24,7 @@ from ..core.mesh import patient_hosts
 from ..core.schedule.model import Param
 from ..core.unit.state import FlatState
 from .index import NAMES, Index, Saved, Stored, cut
-from .opened import Opened, open_checkpoint
+from .opened import Opened, Reader, open_checkpoint
 from .optimizer_state import (
     Optimizers,
     homes_in,
@@ -34,7 +34,6 @@ from .optimizer_state import (
     restore_optimizers,
     restore_state,
 )
-from .reader import Reader
 from .saving import begin_between_steps, together
 from .share import buffers_of
 

@@ -1,15 +1,33 @@
-"""Find a checkpoint and read its index, whichever library wrote it: one value for all readers."""
+"""Find a checkpoint, whichever library wrote it, and read elements out of its files as they were written.
 
+Where the index has checksums, bytes are read in the blocks of these checksums, and a block that has changed is refused.
+Threads read and check blocks ahead of the one in use; a few blocks stay in memory, for neighbouring tensors.
+"""
+
+import mmap
+import os
 import re
+import zlib
+from bisect import bisect_right
+from collections import OrderedDict, deque
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..base.errors import CheckpointError
+import torch
+from torch import Tensor
+
+from ..base.errors import CheckpointError, DamageError
+from ..base.files import ALIGNMENT, go_direct, num_bytes_of, open_regular, read_at
+from ..base.intervals import Interval, round_up
 from . import folder
-from .index import Index, from_json
+from .folder import os_errors_as
+from .index import Check, File, Index, Stored, cut, from_json
 from .interop import dcp, deepspeed, hugging_face
 from .interop.described import Groups
-from .reader import Reader
+from .tensor_files import BLOCK_BYTES
 
 _LOOKED_FOR = (
     f"shardwise ({folder.MARKER}; {folder.CHECKPOINTS}/ of a run), torch DCP ({dcp.METADATA}), Accelerate "
@@ -18,6 +36,177 @@ _LOOKED_FOR = (
 )
 # In a folder of ours, none of these files is a checkpoint by itself.
 _OWN_FILE = re.compile(rf"{re.escape(folder.INDEX)}|{folder.MARKER}|rank-\d+\.safetensors")
+_MAX_OPEN = 64
+_NUM_AHEAD, _NUM_SLOTS = 4, 7
+# Block size in files without checksums: for large tensors, and for neighbouring small ones.
+_UNSUMMED_BYTES, _SHARED_BYTES = 1 << 20, 1 << 16
+# Smaller files have small blocks, and the kernel's own read-ahead then reads more at once.
+_DIRECT_BYTES = 1 << 30
+
+
+class Reader:
+    """The files of a checkpoint. A file whose length differs from the index is refused.
+
+    `is_shared`: other processes on this machine read the same bytes. The page cache is used, so that the disk is read
+    only once.
+    """
+
+    def __init__(self, folder: Path, files: Sequence[File], is_shared: bool = False) -> None:
+        self._folder = folder
+        self._files = files
+        self._is_shared = is_shared
+        self._open: OrderedDict[int, int] = OrderedDict()  # descriptors, by number of file
+        self._slots: OrderedDict[tuple[int, Check], _Slot] = OrderedDict()  # the most recently used one is last
+        self._planned: Iterator[tuple[int, Check]] = iter(())
+        self._ahead: deque[tuple[int, Check]] = deque()  # planned blocks whose read has started
+        self._threads = ThreadPoolExecutor(_NUM_AHEAD, "shardwise-read")
+
+    def plan(self, wanted: Iterable[tuple[Stored, Interval]]) -> None:
+        """Announce the next reads, in order: threads begin to read ahead. Other reads are still allowed."""
+        self._planned = (span[:2] for stored, interval in wanted for span in self._spans(stored, interval))
+        self._ahead.clear()
+        self._read_ahead()
+
+    def read(self, stored: Stored, start: int, into: Tensor) -> None:
+        """Fill the row `into` with elements of a tensor, from its element `start` on; dtypes are converted."""
+        at = 0
+        for values in self.rows(stored, Interval(start, start + into.numel())):
+            into[at : at + values.numel()].copy_(values)
+            at += values.numel()
+
+    def rows(self, stored: Stored, wanted: Interval) -> Iterator[Tensor]:
+        """Yield elements of a tensor in order, at most a block at a time; each row is valid until the next one."""
+        if not self._ahead:
+            self.plan([(stored, wanted)])
+        dtype = stored.torch_dtype
+        for number, block, inside in self._spans(stored, wanted):
+            content = self._content(number, block)[inside]
+            if content.numel() % dtype.itemsize:
+                raise DamageError(f"{self._path(number)}: a checksum ends inside an element")
+            is_aligned = content.data_ptr() % dtype.itemsize == content.storage_offset() % dtype.itemsize == 0
+            yield (content if is_aligned else content.clone()).view(dtype)
+
+    def require_length(self, number: int) -> None:
+        """Require that a file is there and has its length, without opening it."""
+        with os_errors_as(DamageError, f"cannot read {self._path(number)}"):
+            num_bytes = num_bytes_of(self._path(number))
+        self._compare_length(number, num_bytes)
+
+    def _spans(self, stored: Stored, wanted: Interval) -> Iterator[tuple[int, Check, slice]]:
+        """Yield the number of a file, a block of it, and the wanted bytes of the block."""
+        size = stored.torch_dtype.itemsize
+        for number, offset, start, stop in cut(stored, wanted):
+            end = offset + (stop - start) * size
+            while offset < end:
+                block = self.block_at(number, offset, end)
+                stop = min(end, block.offset + block.num_bytes)
+                yield number, block, slice(offset - block.offset, stop - block.offset)
+                offset = stop
+
+    def block_at(self, number: int, offset: int, end: int) -> Check:
+        """Return the block of a file in which the bytes from `offset` to `end` begin."""
+        file = self._files[number]
+        if file.checks:
+            return file.checks[bisect_right(file.checks, offset, key=lambda check: check.offset) - 1]
+        # Without checksums, small neighbouring tensors share a block.
+        begin = offset // _SHARED_BYTES * _SHARED_BYTES
+        stop = min(begin + _SHARED_BYTES, file.num_bytes)
+        return Check(begin, stop - begin, 0) if end <= stop else Check(offset, min(end - offset, _UNSUMMED_BYTES), 0)
+
+    def _content(self, number: int, block: Check) -> Tensor:
+        """Return a block's bytes, valid until the next call, and start to read the next planned blocks."""
+        if (number, block) in self._ahead:
+            while self._ahead.popleft() != (number, block):
+                pass
+        filling = self._begin(number, block).filling
+        self._read_ahead((number, block))
+        assert filling is not None
+        return filling.result()
+
+    def _read_ahead(self, *in_use: tuple[int, Check]) -> None:
+        while len(self._ahead) < _NUM_AHEAD and (planned := next(self._planned, None)) is not None:
+            if planned not in self._ahead and planned not in in_use:
+                with suppress(DamageError):  # it is raised again when its turn comes
+                    self._begin(*planned, *in_use)
+                    self._ahead.append(planned)
+
+    def _begin(self, number: int, block: Check, *in_use: tuple[int, Check]) -> "_Slot":
+        """Start to read a block, unless a slot has it: into a new slot, or into the least recently used one."""
+        slot = self._slots.pop((number, block), None)
+        if slot is None:
+            if block.num_bytes > BLOCK_BYTES:
+                raise DamageError(
+                    f"{self._path(number)}: a checksum over {block.num_bytes} bytes; at most {BLOCK_BYTES}"
+                )
+            file = self._opened(number)
+            if len(self._slots) < _NUM_SLOTS:
+                slot = _Slot()
+            else:
+                slot = self._slots.pop(next(key for key in self._slots if key not in self._ahead and key not in in_use))
+            slot.fill(self._threads, file, block, bool(self._files[number].checks), self._path(number))
+        self._slots[number, block] = slot
+        return slot
+
+    def _opened(self, number: int) -> int:
+        if number in self._open:
+            self._open.move_to_end(number)
+            return self._open[number]
+        if len(self._open) == _MAX_OPEN:
+            os.close(self._open.popitem(last=False)[1])
+        with os_errors_as(DamageError, f"cannot read {self._path(number)}"):
+            file = open_regular(self._path(number))
+        try:
+            self._compare_length(number, os.fstat(file).st_size)
+        except DamageError:
+            os.close(file)
+            raise
+        if not self._is_shared and self._files[number].num_bytes >= _DIRECT_BYTES:
+            go_direct(file)
+        os.posix_fadvise(file, 0, 0, os.POSIX_FADV_SEQUENTIAL)
+        self._open[number] = file
+        return file
+
+    def _compare_length(self, number: int, seen: int) -> None:
+        if seen != self._files[number].num_bytes:
+            raise DamageError(
+                f"{self._path(number)} is {seen} bytes long, and was written with {self._files[number].num_bytes}"
+            )
+
+    def _path(self, number: int) -> Path:
+        return self._folder / self._files[number].name
+
+    def __enter__(self) -> "Reader":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._threads.shutdown()
+        while self._open:
+            os.close(self._open.popitem()[1])
+
+
+class _Slot:
+    """Memory for a block: whole pages, as O_DIRECT requires; the first one is the page in which the block begins."""
+
+    def __init__(self) -> None:
+        self._memory = mmap.mmap(-1, BLOCK_BYTES + 2 * ALIGNMENT)
+        self._row = torch.frombuffer(self._memory, dtype=torch.uint8)
+        self.filling: Future[Tensor] | None = None
+
+    def fill(self, threads: ThreadPoolExecutor, file: int, block: Check, is_summed: bool, path: Path) -> None:
+        if self.filling is not None:
+            wait([self.filling])
+        self.filling = threads.submit(self._fill, file, block, is_summed, path)
+
+    def _fill(self, file: int, block: Check, is_summed: bool, path: Path) -> Tensor:
+        begin, end = block.offset // ALIGNMENT * ALIGNMENT, block.offset + block.num_bytes
+        with memoryview(self._memory) as memory:
+            with os_errors_as(DamageError, f"cannot read {path}"):
+                num = read_at(file, memory[: round_up(end - begin, ALIGNMENT)], begin)
+            if begin + num < end:
+                raise DamageError(f"{path} ends at byte {begin + num}: it was truncated")
+            if is_summed and zlib.crc32(memory[block.offset - begin : end - begin]) != block.crc32:
+                raise DamageError(f"{path} is damaged: bytes {block.offset} to {end} are not those that were written")
+        return self._row[block.offset - begin : end - begin]
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,12 +11,13 @@ notice a failure a step earlier than another, and would leave the others waiting
 on a step that no rank has begun yet, and every rank raises there.
 """
 
+import itertools
 import json
 import os
 import platform
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -26,7 +27,7 @@ from typing import Any, TypeVar
 from weakref import WeakKeyDictionary, finalize
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ..base.errors import CheckpointError, SaveError, StateError
 from ..base.intervals import round_up
@@ -189,22 +190,13 @@ def _write_whole(into: Path, layouts: Sequence[Layout], share: Share, is_first: 
     written = []
     for number, layout in enumerate(layouts):
         path = into / WHOLE_FILES[number]
+        header = [(0, torch.frombuffer(bytearray(layout.header), dtype=torch.uint8))] if is_first else []
+        here = ((portion, piece.offset) for portion, piece in placed if piece.file == number)
+        rows = ((offset, row) for portion, offset in here for row in portion.checked_rows())
         with folder.os_errors_as(CheckpointError, f"cannot write {path}"):
-            contents = _whole_contents(number, layout, placed, is_first)
-            checks = write_pieces(path, contents, check_bytes(layout.num_bytes))
+            checks = write_pieces(path, itertools.chain(header, rows), check_bytes(layout.num_bytes))
         written.append(File(WHOLE_FILES[number], layout.num_bytes, tuple(checks)))
     return written, share.with_pieces(placed)
-
-
-def _whole_contents(
-    number: int, layout: Layout, placed: Sequence[tuple[Portion, Piece]], is_first: bool
-) -> Iterator[tuple[int, Tensor]]:
-    if is_first:
-        yield 0, torch.frombuffer(bytearray(layout.header), dtype=torch.uint8)
-    for portion, piece in placed:
-        if piece.file == number:
-            for row in portion.checked_rows():
-                yield piece.offset, row
 
 
 def _whole_place(portion: Portion, layouts: Sequence[Layout]) -> Piece:

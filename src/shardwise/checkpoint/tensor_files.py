@@ -24,6 +24,7 @@ from torch import Tensor
 
 from ..base.errors import CheckpointError, SaveError
 from ..base.files import ALIGNMENT, go_direct, open_regular, write_at
+from ..base.intervals import round_up
 from .folder import os_errors_as
 from .index import DTYPES, MAX_NAME, NAMES, Check, File, Piece, Stored, counts, in_words, shape_from
 
@@ -110,9 +111,7 @@ class _Block:
         self._failure: Exception | None = None
 
     def start(self, file: int, num_bytes: int, offset: int, check_bytes: int | None) -> None:
-        thread = threading.Thread(
-            target=self._write, args=(file, num_bytes, offset, check_bytes), name="shardwise-disk"
-        )
+        thread = threading.Thread(None, self._write, "shardwise-disk", (file, num_bytes, offset, check_bytes))
         thread.start()
         self._thread = thread  # one that could not be started is not waited for
 
@@ -130,7 +129,7 @@ class _Block:
 
     def _write(self, file: int, num_bytes: int, offset: int, check_bytes: int | None) -> None:
         # The end of the last block is padded; the file is truncated afterwards.
-        end = min(-(-num_bytes // ALIGNMENT) * ALIGNMENT, len(self._memory))
+        end = min(round_up(num_bytes, ALIGNMENT), len(self._memory))
         with memoryview(self._memory) as view:
             try:
                 if check_bytes is not None:

@@ -19,8 +19,7 @@ from ..base.intervals import Interval, round_up
 from . import folder
 from .folder import CHECKPOINTS, INSIDE, all_steps, step_folder
 from .index import DTYPES, Index, Piece, Stored, from_json, require_sound
-from .opened import Opened, open_checkpoint
-from .reader import Reader
+from .opened import Opened, Reader, open_checkpoint
 from .tensor_files import OnBytes
 
 

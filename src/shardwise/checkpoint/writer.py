@@ -25,8 +25,7 @@ from ..version import VERSION
 from . import folder
 from .folder import os_errors_as, partial_of, put_in_place, sync
 from .index import File, Index, Piece, Stored, require_sound, to_json
-from .opened import Opened
-from .reader import Reader
+from .opened import Opened, Reader
 from .tensor_files import Layout, OnBytes, Source, lay_out, state_key, write_file
 
 MAX_FILE_BYTES = 5 * 10**9  # as Hugging Face's libraries do

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from shardwise import CheckpointError
 from shardwise.checkpoint.index import Piece, Stored, in_order, require_cover
 from shardwise.checkpoint.interop.described import Budget, place, stored_of
-from shardwise.checkpoint.interop.pickles import Storage, Strided
+from shardwise.checkpoint.interop.pickles import Strided
 
 SIZE = 4
 BUDGET = Budget()
@@ -49,8 +49,8 @@ def test_rectangles_that_tile_a_tensor_are_the_tensor(
         dims = list(range(part.ndim))[:: -1 if is_permuted else 1]
         laid = part.permute(dims).contiguous()
         stride = tuple(laid.stride()[dims.index(dim)] for dim in range(part.ndim))
-        storage = Storage(0, len(content) * SIZE, laid.numel() * SIZE, torch.float32)
-        pieces += place(stored_of(Strided(storage, torch.float32, 0, lengths, stride), BUDGET), offsets, shape, BUDGET)
+        strided = Strided(0, len(content) * SIZE, torch.float32, lengths, stride)
+        pieces += place(stored_of(strided, BUDGET), offsets, shape, BUDGET)
         content += laid.flatten().tolist()
     pieces = list(in_order(pieces))
     require_cover("it", pieces, prod(shape))

@@ -24,8 +24,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.storage import WriteResult
 
 from ..index import Stored
-from ..opened import Opened
-from ..reader import Reader
+from ..opened import Opened, Reader
 from ..tensor_files import OnBytes
 from ..writer import MAX_FILE_BYTES, new_folder
 

@@ -5,7 +5,7 @@ removes the prefixes that wrappers put in front of names. A tensor that is conti
 other is several contiguous runs, which are counted before they are made.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import product
@@ -222,15 +222,13 @@ def stored_of(tensor: Strided, budget: Budget) -> Stored:
     """Locate the elements of a tensor, in row-major order."""
     if tensor.dtype not in NAMES:
         raise CheckpointError(f"a tensor of {tensor.dtype}, which is not known here: {', '.join(DTYPES)}")
-    if tensor.num_elems == 0:
-        return Stored(tensor.shape, NAMES[tensor.dtype], ())
-    run, places = _runs(tensor.shape, tensor.stride, budget)
-    size = tensor.dtype.itemsize
-    begin = tensor.storage.offset + tensor.first * size
-    pieces = (
-        Piece(tensor.storage.file, begin + place * size, number * run, (number + 1) * run)
-        for number, place in enumerate(places)
-    )
+    pieces: Iterable[Piece] = ()
+    if prod(tensor.shape):
+        run, places = _runs(tensor.shape, tensor.stride, budget)
+        pieces = (
+            Piece(tensor.file, tensor.offset + place * tensor.dtype.itemsize, number * run, (number + 1) * run)
+            for number, place in enumerate(places)
+        )
     return Stored(tensor.shape, NAMES[tensor.dtype], tuple(pieces))
 
 

@@ -12,6 +12,7 @@ import pickle
 import struct
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -76,17 +77,13 @@ class Storage:
 
 @dataclass(frozen=True, slots=True)
 class Strided:
-    """A tensor as torch sees it: elements of a storage, from `first` on, with a stride for each dimension."""
+    """A tensor as torch sees it: elements from a place in a file on, with a stride for each dimension."""
 
-    storage: Storage
+    file: int
+    offset: int
     dtype: torch.dtype
-    first: int
     shape: tuple[int, ...]
     stride: tuple[int, ...]
-
-    @property
-    def num_elems(self) -> int:
-        return prod(self.shape)
 
 
 def read(data: bytes, find_storage: Callable[[Any], Any]) -> Any:
@@ -227,7 +224,7 @@ def _strided(storage: Any, dtype: Any, first: Any, shape: Any, stride: Any) -> S
         last = first + sum((length - 1) * step for length, step in zip(shape, stride, strict=True))
         if (last + 1) * dtype.itemsize > storage.num_bytes:
             raise ValueError(f"a tensor of {dtype} {shape} reaches beyond the {storage.num_bytes} bytes of its storage")
-    return Strided(storage, dtype, first, shape, stride)
+    return Strided(storage.file, storage.offset + first * dtype.itemsize, dtype, shape, stride)
 
 
 def _parameter(tensor: Any, *rest: Any) -> Strided:
@@ -259,6 +256,10 @@ def _bytes(text: Any = "", encoding: Any = "latin1") -> bytes:
     return text.encode("latin1")
 
 
+def _record(full: str, *args: Any) -> Record:
+    return Record(full, args)
+
+
 _NUMPY_TYPES = {"f8": "d", "f4": "f", "i8": "q", "i4": "i", "u1": "B", "b1": "?"}
 
 
@@ -268,10 +269,6 @@ def _numpy_scalar(kind: Any, content: Any) -> float | int | bool:
         raise ValueError("a number of an unknown type")
     value: float | int | bool = struct.unpack(f"<{_NUMPY_TYPES[code]}", content)[0]
     return value
-
-
-def _record(full: str) -> Maker:
-    return Maker(full, lambda *args: Record(full, args))
 
 
 _KINDS_OF_STORAGE = (
@@ -285,29 +282,24 @@ STORAGE_DTYPES: dict[str, torch.dtype] = {
     **{f"torch.{name}": dtype for name, dtype in _STORAGES.items()},
     "torch.storage.UntypedStorage": torch.uint8,
 }
-_DCP_CLASSES = (
-    "Metadata TensorStorageMetadata BytesStorageMetadata ChunkStorageMetadata MetadataIndex StorageMeta "
-    "TensorProperties _MEM_FORMAT_ENCODING"
-)
-_PATHS = "Path PosixPath PurePosixPath WindowsPath PureWindowsPath"
 _RECORDS = {
     "torch": f"device Tensor {' '.join(_STORAGES)}",
     "torch.storage": "UntypedStorage",
     "torch.nn.parameter": "Parameter",
     "torch.serialization": "_get_layout",
-    "torch.distributed.checkpoint.metadata": _DCP_CLASSES,
+    "torch.distributed.checkpoint.metadata": "Metadata TensorStorageMetadata BytesStorageMetadata StorageMeta "
+    "ChunkStorageMetadata MetadataIndex TensorProperties _MEM_FORMAT_ENCODING",
     "torch.distributed._shard.sharded_tensor.metadata": "TensorProperties MEM_FORMAT_ENCODING",
     "torch.distributed.checkpoint.filesystem": "_StorageInfo _StoragePrefix",
     "deepspeed.runtime.zero.config": "ZeroStageEnum",
     "deepspeed.runtime.fp16.loss_scaler": "LossScaler DynamicLossScaler",
     "deepspeed.utils.tensor_fragment": "fragment_address",
     "argparse": "Namespace",
-    "pathlib": _PATHS,
-    "pathlib._local": _PATHS,
     "numpy": "dtype",
-    "builtins": "list dict int float str bool",
-    "__builtin__": "list dict int float str bool",
+    **dict.fromkeys(("pathlib", "pathlib._local"), "Path PosixPath PurePosixPath WindowsPath PureWindowsPath"),
+    **dict.fromkeys(("builtins", "__builtin__"), "list dict int float str bool"),
 }
+_NAMES_OF_RECORDS = [f"{module}.{name}" for module, names in _RECORDS.items() for name in names.split()]
 _MAKERS: dict[str, Callable[..., Any]] = {
     "torch.Size": shape_from,
     "torch._utils._rebuild_tensor": _tensor,
@@ -326,6 +318,6 @@ _MAKERS: dict[str, Callable[..., Any]] = {
 _ITEM_BYTES: dict[Callable[..., Any], int] = {_dict: 120, _set: 60, _bytes: 1}
 _KNOWN: dict[str, Any] = {
     **{f"torch.{name}": value for name, value in vars(torch).items() if isinstance(value, torch.dtype)},
-    **{f"{module}.{name}": _record(f"{module}.{name}") for module, names in _RECORDS.items() for name in names.split()},
+    **{full: Maker(full, partial(_record, full)) for full in _NAMES_OF_RECORDS},
     **{full: Maker(full, make, _ITEM_BYTES.get(make, 0)) for full, make in _MAKERS.items()},
 }

@@ -27,8 +27,7 @@ from ...base.errors import CheckpointError, ConfigurationError
 from ...checkpoint.folder import CHECKPOINTS, find, latest, newest_in
 from ...checkpoint.index import Saved
 from ...checkpoint.loading import load
-from ...checkpoint.opened import open_checkpoint
-from ...checkpoint.reader import Reader
+from ...checkpoint.opened import Reader, open_checkpoint
 from ...checkpoint.tensor_files import Source
 from ...checkpoint.writer import MAX_FILE_BYTES, NOTE, converted, stored_source
 from ...core.layout import Strategy
