@@ -248,16 +248,14 @@ def go_on_from(root: Path, step: int) -> Path | None:
         settle(step_folder(root, number))
     if find(step_folder(root, step)) is not None:
         point_to(root, step)
-    newer = [number for number in all_steps(root) if number > step]
-    place = None
-    if newer:
-        names = (root.with_name(f"{root.name}-left-{number}") for number in itertools.count(1))
-        place = next(name for name in names if not name.exists())
-        place.mkdir()
-    for path in (step_folder(root, number) for number in newer):
-        for folder in (path, replaced_of(path)):
-            if place is not None and folder.exists():
-                folder.rename(place / folder.name)
+    newer = [step_folder(root, number) for number in all_steps(root) if number > step]
+    if not newer:
+        return None
+    names = (root.with_name(f"{root.name}-left-{number}") for number in itertools.count(1))
+    place = next(name for name in names if not name.exists())
+    place.mkdir()
+    for folder in (folder for path in newer for folder in (path, replaced_of(path)) if folder.exists()):
+        folder.rename(place / folder.name)
     return place
 
 
@@ -269,9 +267,9 @@ def prune(root: Path, keep: int, is_good: Callable[[Path], bool]) -> None:
     if keep < 1:
         raise ValueError(f"prune(keep={keep}) would remove every checkpoint: keep at least 1")
     complete = complete_steps(root)
-    kept = complete[-keep:]
-    gone = [step for step in all_steps(root) if kept and step < kept[-1] and step not in kept]
-    good = next((step for step in reversed(complete) if gone and is_good(step_folder(root, step))), None)
-    for path in (step_folder(root, step) for step in gone if good is not None and step != good):
+    newest = complete[-keep:]
+    old = [step for step in all_steps(root) if newest and step < newest[-1] and step not in newest]
+    good = next((step for step in reversed(complete) if old and is_good(step_folder(root, step))), None)
+    for path in (step_folder(root, step) for step in old if good is not None and step != good):
         for folder in (partial_of(path), replaced_of(path), path):
             remove(folder)

@@ -200,16 +200,12 @@ def require_sound(index: Index) -> None:
         for piece in stored.pieces:
             if piece.file >= len(index.files):
                 raise CheckpointError(f"the index has {name!r} in file {piece.file}, of {len(index.files)}")
-            end = piece.offset + (piece.stop - piece.start) * stored.torch_dtype.itemsize
-            if end > index.files[piece.file].num_bytes:
-                raise CheckpointError(
-                    f"the index has {name!r} up to byte {end} of {index.files[piece.file].name!r}, which is "
-                    f"{index.files[piece.file].num_bytes} bytes long"
-                )
-    described, present = (
-        sum(stored.num_bytes for _, stored in index.every_stored()),
-        sum(file.num_bytes for file in index.files),
-    )
+            file, end = index.files[piece.file], piece.offset + (piece.stop - piece.start) * stored.torch_dtype.itemsize
+            if end > file.num_bytes:
+                where = f"byte {end} of {file.name!r}, which is {file.num_bytes} bytes long"
+                raise CheckpointError(f"the index has {name!r} up to {where}")
+    described = sum(stored.num_bytes for _, stored in index.every_stored())
+    present = sum(file.num_bytes for file in index.files)
     if described > MAX_USES * present + FREE_BYTES:
         raise CheckpointError(
             f"its tensors have {described:,} bytes in all, and its files {present:,}: so much cannot be shared by "

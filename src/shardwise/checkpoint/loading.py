@@ -26,6 +26,7 @@ from ..core.unit.state import FlatState
 from .index import NAMES, Index, Saved, Stored, cut
 from .opened import Opened, Reader, open_checkpoint
 from .optimizer_state import (
+    Home,
     Optimizers,
     homes_in,
     names_in_groups,
@@ -81,10 +82,8 @@ class _Wanted:
     interval: Interval
     name: str
     saved: Saved
-
-    @property
-    def resting(self) -> Tensor:
-        return self.state.resting_params[self.number]
+    resting: Tensor
+    home: Home | None
 
     def part(self, key: str | None) -> tuple[Stored, Interval]:
         """Return the elements to read, of the parameter or of the optimizer's state under `key`."""
@@ -101,29 +100,23 @@ class _Job:
 
 
 def _prepare(
-    place: Path,
-    engine: Engine,
-    model: nn.Module,
-    optimizers: Optimizers,
-    allow_rounding: bool,
-    keep_groups: bool,
+    place: Path, engine: Engine, model: nn.Module, optimizers: Optimizers, allow_rounding: bool, keep_groups: bool
 ) -> _Job:
     opened = open_checkpoint(place, names_in_groups(optimizers))
     index = opened.index
     try:
         buffers = buffers_of(model, engine)
         names = require_same_model(engine, buffers, index, allow_rounding)
-        wanted = [
-            _Wanted(state, piece.param, piece.in_param, names[spec.name], index.tensors[names[spec.name]])
-            for unit in engine.units
-            for state in unit.states
-            for piece in pieces(state.flat.intervals, state.flat.spans[state.flat.depth_of_master])
-            for spec in (state.flat.params[piece.param],)
-        ]
+        homes = homes_in(optimizers)
+        wanted = []
+        for state in (state for unit in engine.units for state in unit.states):
+            for piece in pieces(state.flat.intervals, state.flat.spans[state.flat.depth_of_master]):
+                name, resting = names[state.flat.params[piece.param].name], state.resting_params[piece.param]
+                saved, home = index.tensors[name], homes.get(resting)
+                wanted.append(_Wanted(state, piece.param, piece.in_param, name, saved, resting, home))
         if optimizers:
             require_same_optimizers(optimizers, index.optimizer, keep_groups)
-            numbers_of = {param: home.number for param, home in homes_in(optimizers).items()}
-            held = [(want.name, want.saved, want.resting, numbers_of.get(want.resting)) for want in wanted]
+            held = [(want.name, want.saved, want.resting, want.home.number if want.home else None) for want in wanted]
             require_same_groups(held, keep_groups)
         job = _Job(opened, wanted, [(value, index.tensors[name]) for name, value in buffers.items()])
         # Every rank checks the files that it reads, and one rank checks all of them.
@@ -137,7 +130,6 @@ def _prepare(
 
 
 def _read(job: _Job, optimizers: Optimizers, keep_groups: bool) -> None:
-    homes = homes_in(optimizers)
     # Parameters that are not split are read by every rank.
     is_shared = any(want.state.flat.depth_of_master == 0 for want in job.wanted)
     with job.opened.reader(is_shared) as reader:
@@ -145,8 +137,8 @@ def _read(job: _Job, optimizers: Optimizers, keep_groups: bool) -> None:
         for want in job.wanted:
             read = partial(_read_part, reader, want)
             want.state.set_master(want.number, partial(read, None))
-            if home := homes.get(want.resting):
-                restore_state(home, want.resting, want.saved, read)
+            if want.home is not None:
+                restore_state(want.home, want.resting, want.saved, read)
         for state in dict.fromkeys(want.state for want in job.wanted):
             state.publish()
         for buffer, stored in job.buffers:

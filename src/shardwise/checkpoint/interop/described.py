@@ -17,7 +17,6 @@ from typing import Any
 from ...base.errors import CheckpointError
 from ..index import (
     DTYPES,
-    MAX_NAME,
     NAMES,
     Index,
     Kind,
@@ -215,7 +214,7 @@ def by_settings(found: Described, settings: Mapping[str, dict[str, Any]]) -> lis
 
 def version_text(value: Any) -> str:
     """Return a version or a count for display."""
-    return str(value) if type(value) is int else value if type(value) is str and len(value) < MAX_NAME else "unknown"
+    return str(value)[:_MAX_LENGTH] if type(value) in (int, str) else "unknown"
 
 
 def stored_of(tensor: Strided, budget: Budget) -> Stored:
