@@ -106,13 +106,13 @@ def save_one_after_another(path: Path) -> None:
     for kind in ("save", "start_save"):
         with held() as go_on:
             first = sw.start_save(path / f"first {kind}", model, optimizer)
-            memory = save._copies[engine]._memory.data_ptr()
+            memory = save._host_memory[engine].row.data_ptr()
             threading.Timer(0.2, go_on.set).start()
             getattr(sw, kind)(path / f"second {kind}", model, optimizer)
             assert first.is_complete
             assert (path / f"first {kind}" / "complete").is_file()
             step(model, optimizer)
-        assert save._copies[engine]._memory.data_ptr() == memory, "the copies are made where they were"
+        assert save._host_memory[engine].row.data_ptr() == memory, "the copies are made where they were"
     save.finish_last()
     dist.barrier()
     assert digests(path / "second save").keys() == digests(path / "second start_save").keys()
@@ -233,18 +233,18 @@ def copy_fails(path: Path) -> None:
     """No memory for the copies on one rank: an error at once on all, and nothing is under way."""
     model, optimizer = built()
     step(model, optimizer)
-    take = save.HostCopy.take
+    take = save.copy_to_host
 
     def fail(*_: Any) -> Any:
         raise MemoryError("no host memory")
 
     if dist.get_rank() == 1:
-        save.HostCopy.take = fail  # type: ignore[method-assign]
+        save.copy_to_host = fail
     try:
         with pytest.raises(sw.CheckpointError, match="rank 1: MemoryError: no host memory"):
             sw.start_save(path, model, optimizer)
     finally:
-        save.HostCopy.take = take  # type: ignore[method-assign]
+        save.copy_to_host = take
     sw.start_save(path, model, optimizer).finish()
 
 

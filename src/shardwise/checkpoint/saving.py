@@ -24,7 +24,7 @@ from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
-from weakref import WeakKeyDictionary, finalize
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -35,6 +35,7 @@ from ..core.engine.guards import engine_of
 from ..core.engine.rank_agreement import Facts, attempt, require_agreement
 from ..core.engine.runtime import Engine
 from ..core.mesh import patient_hosts
+from ..core.offload.arena import Arena
 from ..core.wire.collectives import Channel, collect, exchange
 from ..version import VERSION
 from . import folder
@@ -90,8 +91,7 @@ def start_save(
         )
     place, share = _prepare("start_save", path, model, optimizer, extra, whole)
     world = engine.mesh.world
-    host_copy = _copies.setdefault(engine, HostCopy(engine.mesh.device))
-    copied = together(world, lambda: host_copy.take(share), SaveError)
+    copied = together(world, lambda: copy_to_host(engine, share), SaveError)
     channel = patient_hosts()
     saving = Saving(engine, channel, lambda: _write(place, copied, whole, channel))
     together(world, saving.start, SaveError)
@@ -256,42 +256,26 @@ def _report(failure: Exception) -> tuple[type[CheckpointError], str]:
     return CheckpointError, f"{type(failure).__name__}: {failure}"
 
 
-class HostCopy:
-    """Host memory for a rank's share of a save, allocated once; page-locked if it is copied from a device.
+# For the copies of background saves, by engine: allocated once, and page-locked if they come from a device.
+_host_memory: "WeakKeyDictionary[Engine, Arena]" = WeakKeyDictionary()
 
-    torch's own page-locked memory comes in powers of two, which could be twice as much.
-    """
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._memory = torch.empty(0, dtype=torch.uint8)
-        self._unlock: finalize[..., HostCopy] | None = None
-
-    def take(self, share: Share) -> Share:
-        """Copy a share to the host, so that training does not change it any more."""
-        sizes = [round_up(portion.num_bytes, _ALIGNMENT_BYTES) for portion in share.portions]
-        if sum(sizes) > self._memory.numel():
-            self._make(sum(sizes))
-        copies = []
-        for portion, place in zip(share.portions, self._memory[: sum(sizes)].split(sizes), strict=True):
-            copy = place[: portion.num_bytes].view(portion.dtype)
-            for row in portion.rows():
-                copy.copy_(row, non_blocking=True)
-            copies.append(replace(portion, rows=partial(iter, (copy,))))
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-        return replace(share, portions=copies)
-
-    def _make(self, num_bytes: int) -> None:
-        if self._unlock is not None:
-            self._unlock()
-        self._memory = torch.empty(0, dtype=torch.uint8)  # free the old memory before the new one is allocated
-        self._memory = torch.empty(num_bytes, dtype=torch.uint8)
-        if self._device.type == "cuda":
-            address, cuda = self._memory.data_ptr(), torch.cuda.cudart()
-            torch.cuda.check_error(cuda.cudaHostRegister(address, num_bytes, 0))
-            self._unlock = finalize(self, cuda.cudaHostUnregister, address)
-            self._unlock.atexit = False  # at exit there is no device any more
+def copy_to_host(engine: Engine, share: Share) -> Share:
+    """Copy a share to the host, so that training does not change it any more."""
+    sizes = [round_up(portion.num_bytes, _ALIGNMENT_BYTES) for portion in share.portions]
+    is_cuda = engine.mesh.device.type == "cuda"
+    if engine not in _host_memory or _host_memory[engine].num_bytes < sum(sizes):
+        _host_memory.pop(engine, None)  # free the old memory before the new one is allocated
+        _host_memory[engine] = Arena(sum(sizes), pin=is_cuda)
+    copies = []
+    for portion, place in zip(share.portions, _host_memory[engine].row[: sum(sizes)].split(sizes), strict=True):
+        copy = place[: portion.num_bytes].view(portion.dtype)
+        for row in portion.rows():
+            copy.copy_(row, non_blocking=True)
+        copies.append(replace(portion, rows=partial(iter, (copy,))))
+    if is_cuda:
+        torch.cuda.synchronize(engine.mesh.device)
+    return replace(share, portions=copies)
 
 
 class Saving:
@@ -371,7 +355,6 @@ class Saving:
 
 # At most one, for all models: the threads of two would use one channel at the same time.
 _under_way: list[Saving] = []
-_copies: "WeakKeyDictionary[Engine, HostCopy]" = WeakKeyDictionary()
 
 
 def finish_last() -> None:

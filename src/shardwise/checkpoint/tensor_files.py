@@ -153,9 +153,7 @@ def write_pieces(path: Path, pieces: Iterable[tuple[int, Tensor]], check_bytes: 
             for row in content.reshape(-1).view(torch.uint8).split(check_bytes) if content.numel() else ():
                 host = staged[: row.numel()].copy_(row).numpy().data
                 checks.append(Check(offset, row.numel(), zlib.crc32(host)))
-                done = 0
-                while done < row.numel():
-                    done += os.pwrite(file, host[done:], offset + done)
+                write_at(file, host, offset)
                 offset += row.numel()
         os.fsync(file)
     finally:
