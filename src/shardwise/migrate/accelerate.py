@@ -135,23 +135,16 @@ def _launch(top: Block, is_single: bool) -> dict[str, Any]:
     else:
         settings["nproc_per_node"] = ranks // machines
         top.used("num_processes", f"nproc_per_node {ranks // machines} ({ranks} in all)")
-    _devices(top, settings)
-    return settings | _rendezvous(top, machines > 1)
-
-
-def _devices(top: Block, settings: dict[str, Any]) -> None:
-    """`gpu_ids`, whose number is the number of ranks where nothing else says it."""
     ids = [word.strip() for word in top.text("gpu_ids", "all").split(",")]
-    in_order = "ranks take the visible devices in order"
+    is_listed, in_order = ids[0].lower() not in ("all", "none", ""), "ranks take the visible devices in order"
     top.ignored("gpu_ids", in_order)
-    if ids[0].lower() in ("all", "none", ""):
-        return
-    if ids != [str(number) for number in range(len(ids))]:
+    if is_listed and ids != [str(number) for number in range(len(ids))]:
         fix = f"set CUDA_VISIBLE_DEVICES={','.join(ids)} where ranks are started, and leave it out"
         top.refused("gpu_ids", f"{in_order}: {fix}")
-    elif "nproc_per_node" not in settings:
+    elif is_listed and "nproc_per_node" not in settings:
         top.used("gpu_ids", f"nproc_per_node {len(ids)}: {in_order}")
         settings["nproc_per_node"] = len(ids)
+    return settings | _rendezvous(top, machines > 1)
 
 
 def _rendezvous(top: Block, has_many: bool) -> dict[str, Any]:
@@ -174,24 +167,21 @@ def _rendezvous(top: Block, has_many: bool) -> dict[str, Any]:
     return settings | ({"rdzv_endpoint": f"{host}:{port}"} if host else {})
 
 
-def precision_settings(word: str, is_fsdp: bool) -> dict[str, Any]:
-    """Settings for Accelerate's word.
+def precision_for(word: str, is_fsdp: bool) -> tuple[dict[str, Any], str]:
+    """Settings for Accelerate's word, and how it computes.
 
     DDP computes under autocast from fp32 weights, and sums fp32 gradients. FSDP casts parameters and gradients alike,
     so it sums in 16 bits: there `reduce_dtype` is bf16. Masters are fp32 in all of them.
     """
-    settings: dict[str, Any] = {"precision": PRECISIONS[word]}
-    return settings | ({"reduce_dtype": "bf16"} if is_fsdp and word == "bf16" else {})
-
-
-def precision_text(word: str, is_fsdp: bool) -> str:
-    if PRECISIONS[word] == "fp32":
-        return "precision fp32"
-    if not is_fsdp:
-        return f"precision {word}: fp32 masters, fp32 gradients; the whole block computes in {word}, without autocast"
-    if word == "bf16":
-        return "precision bf16 with reduce_dtype bf16: fp32 masters, gradients are summed in bf16, as in FSDP"
-    return "precision fp16: fp32 masters, and gradients are summed in fp32, where FSDP would sum in fp16"
+    settings, how = {"precision": PRECISIONS[word]}, ""
+    if is_fsdp and word == "bf16":
+        settings["reduce_dtype"] = "bf16"
+        how = " with reduce_dtype bf16: fp32 masters, gradients are summed in bf16, as in FSDP"
+    elif is_fsdp and word == "fp16":
+        how = ": fp32 masters, and gradients are summed in fp32, where FSDP would sum in fp16"
+    elif PRECISIONS[word] != "fp32":
+        how = f": fp32 masters, fp32 gradients; the whole block computes in {word}, without autocast"
+    return settings, f"precision {PRECISIONS[word]}{how}"
 
 
 def _mixed_precision(top: Block, is_fsdp: bool) -> dict[str, Any]:
@@ -201,11 +191,11 @@ def _mixed_precision(top: Block, is_fsdp: bool) -> dict[str, Any]:
     if word == "fp8":
         top.refused("mixed_precision", NO_FP8)
         word = "bf16"
-    becomes = precision_text(word, is_fsdp)
+    settings, becomes = precision_for(word, is_fsdp)
     top.used("mixed_precision", becomes)
     is_old = not top.has("mixed_precision")
     top.settle("fp16", "used" if is_old else "ignored", becomes if is_old else "mixed_precision decides it")
-    return precision_settings(word, is_fsdp)
+    return settings
 
 
 def _deepspeed_block(top: Block, block: Block, folder: Path) -> Read:

@@ -71,7 +71,12 @@ def read_fsdp(block: Block, min_params: int, given: str = "") -> Fsdp:
     block.used(key, "one engine for both versions")
     name, key = _strategy(block, given, version)
     settings: dict[str, Any] = {}
-    changes = [*_offload(block), *_checkpointing(block, settings)]
+    key_of_offload = _written(block, "offload_params")
+    is_offloaded = block.flag(key_of_offload)
+    block.used(key_of_offload, "nothing is offloaded to the host")
+    becomes = "parameters, gradients and optimizer are offloaded to the host, where updates run"
+    changes = [Change(block, key_of_offload, ON_HOST, becomes)] if is_offloaded else []
+    changes += _checkpointing(block, settings)
     kind_key, kinds = _written(block, "state_dict_type"), table("accelerate")["state_dicts"]
     kind = block.word(kind_key, kinds, "")
     if kind:
@@ -133,15 +138,6 @@ def _strategy(block: Block, given: str, version: int) -> tuple[str, str]:
     block.used(reshard, f"parameters are {until}" if is_flag else f"strategy {known[chosen]['ours']}{unread}")
     # True and false name no strategy: groups of ranks may be asked for elsewhere.
     return chosen, key if name else "" if is_flag else reshard
-
-
-def _offload(block: Block) -> list[Change]:
-    key = _written(block, "offload_params")
-    if not block.flag(key):
-        block.used(key, "nothing is offloaded to the host")
-        return []
-    becomes = "parameters, gradients and optimizer are offloaded to the host, where updates run"
-    return [Change(block, key, ON_HOST, becomes)]
 
 
 def _checkpointing(block: Block, settings: dict[str, Any]) -> list[Change]:

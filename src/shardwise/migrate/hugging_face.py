@@ -10,7 +10,7 @@ other defaults, which are not assumed.
 from pathlib import Path
 from typing import Any, Literal
 
-from .accelerate import PRECISIONS, precision_settings, precision_text, read_completed
+from .accelerate import PRECISIONS, precision_for, read_completed
 from .account import FALSE, TRUE, Block
 from .fsdp import ON_HOST, Fsdp, Read, known_keys, read_fsdp, read_groups, sharded, strategies, strategy_name
 from .migrated import Change
@@ -49,7 +49,7 @@ def read_hugging_face(top: Block, folder: Path) -> Read:
     if set(top.values) & known_keys() and not set(top.values) & others:
         return sharded({}, read_fsdp(top, 0))
     settings = _names(top)
-    for read in (_schedule, _optimizer, _intervals, _checkpointing, _compilation, _adapters, _rest):
+    for read in (_schedule, _optimizer, _intervals, _checkpointing, _adapters, _rest):
         read(top, settings)
     word, loaded = _dtypes(top)
     for section in ("trainer", "programs"):
@@ -58,11 +58,12 @@ def read_hugging_face(top: Block, folder: Path) -> Read:
         return _deepspeed(top, folder, settings, word, loaded)
     top.ignored("deepspeed", "no file is named")
     fsdp = _fsdp(top, folder)
+    precision, becomes = precision_for(word, fsdp is not None)
     if word != "no":
-        top.used(word, precision_text(word, fsdp is not None))
+        top.used(word, becomes)
     settings["precision"] = _precision(top, word, loaded, fsdp is not None, "lora" in settings)
     if settings["precision"] == PRECISIONS[word]:
-        settings |= precision_settings(word, fsdp is not None)
+        settings |= precision
     return sharded(settings, fsdp, _groups(top))
 
 
@@ -139,18 +140,7 @@ def _deepspeed(top: Block, folder: Path, settings: dict[str, Any], word: str, lo
     if _groups(top) is not None:
         read_groups(top, None, None)
     theirs, original = read_completed(block, word)
-    _refuse_contradictions(top, block, settings, theirs, word)
-    for key in (*DTYPES, "pure_bf16") if loaded == "pure" else DTYPES:
-        if loaded != "fp32" and theirs["precision"] == "fp32":
-            top.refused(key, "DeepSpeed's own keys decide the dtype: write bf16 there, or leave it out")
-        top.used(key, f"precision {theirs['precision']}: DeepSpeed's own keys decide it, and masters are fp32")
-    return settings | theirs, original
-
-
-def _refuse_contradictions(
-    top: Block, deepspeed: Block, settings: dict[str, Any], theirs: dict[str, Any], word: str
-) -> None:
-    """The Trainer's keys and DeepSpeed's must agree where both are written; `auto` in DeepSpeed's is the Trainer's."""
+    # The Trainer's keys and DeepSpeed's must agree where both are written; `auto` in DeepSpeed's is the Trainer's.
     names = table("hugging_face")["settings"]
     if word != "no" and theirs.get("precision", word) != word:
         top.refused(word, f"deepspeed has {theirs['precision']}; leave it to deepspeed, or write auto there")
@@ -158,10 +148,15 @@ def _refuse_contradictions(
         written = next((key for key in names.get(name, (name,)) if top.has(key)), None)
         if written is None or settings[name] == theirs[name]:
             continue
-        if name == "logging_steps" or (name == "max_grad_norm" and not deepspeed.has("gradient_clipping")):
+        if name == "logging_steps" or (name == "max_grad_norm" and not block.has("gradient_clipping")):
             theirs[name] = settings[name]
         else:
             top.refused(written, f"deepspeed has {theirs[name]}; write it in one of the two, or the same in both")
+    for key in (*DTYPES, "pure_bf16") if loaded == "pure" else DTYPES:
+        if loaded != "fp32" and theirs["precision"] == "fp32":
+            top.refused(key, "DeepSpeed's own keys decide the dtype: write bf16 there, or leave it out")
+        top.used(key, f"precision {theirs['precision']}: DeepSpeed's own keys decide it, and masters are fp32")
+    return settings | theirs, original
 
 
 # The model: precision, checkpointing, compilation, adapters
@@ -222,17 +217,14 @@ def _precision(top: Block, word: str, loaded: Loaded, is_sharded: bool, has_adap
 
 
 def _checkpointing(top: Block, settings: dict[str, Any]) -> None:
+    """Activation checkpointing, and compilation."""
     key = "gradient_checkpointing"
     if top.text(key).lower() in ("unsloth", "offload", "offload_disk"):
         top.refused(key, "+activations=host after a strategy offloads activations; write true")
     elif top.flag(key):
         settings[key] = "full"
     top.used(key, f"gradient_checkpointing {settings.get(key, 'none')}")
-    name = "gradient_checkpointing_kwargs"
-    apply_rules(top.inner(name), "hugging_face", name)
-
-
-def _compilation(top: Block, settings: dict[str, Any]) -> None:
+    apply_rules(top.inner(f"{key}_kwargs"), "hugging_face", f"{key}_kwargs")
     if top.flag("torch_compile"):
         settings["compile"] = True
     top.used("torch_compile", f"compile {str('compile' in settings).lower()}")

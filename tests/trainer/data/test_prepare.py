@@ -45,8 +45,8 @@ def documents(folder: Path) -> list[str]:
 
 def test_the_embedded_text_is_the_default(tmp_path: Path) -> None:
     made = prepared(tmp_path)
-    assert made.num_documents == open_store(made.train).num_documents > 50
-    assert made.num_tokens > 400_000
+    assert open_store(made.train).num_documents > 50
+    assert open_store(made.train).num_tokens > 400_000
     assert made.eval is None
     assert not made.is_rows
     assert any("statement" in text for text in documents(made.train))
@@ -92,7 +92,7 @@ def test_a_dataset(tmp_path: Path) -> None:
     said: list[str] = []
     made = prepared(tmp_path, said.append, dataset=str(tmp_path / "set"))
     assert documents(made.train) == ["<one|>"]
-    assert made.num_bad_rows == 1
+    assert open_store(made.train).facts["num_bad_rows"] == 1
     assert f"{tmp_path / 'set'}:2: text is empty" in said
 
 
@@ -158,7 +158,8 @@ def test_the_second_time_it_is_found(tmp_path: Path, write_rows: Callable[..., s
 
 def test_a_limit_set_later_is_kept(tmp_path: Path, write_rows: Callable[..., str]) -> None:
     rows = write_rows({"text": "one"}, "{", "[")
-    assert prepared(tmp_path, train_file=(rows,), max_bad_rows=2).num_bad_rows == 2
+    made = prepared(tmp_path, train_file=(rows,), max_bad_rows=2)
+    assert open_store(made.train).facts["num_bad_rows"] == 2
     with pytest.raises(
         ConfigurationError, match=r"more than 1 rows cannot be read \(max_bad_rows\), the first .*:2: not J"
     ):
@@ -169,7 +170,7 @@ def test_ten_bad_rows_are_named_and_the_rest_counted(tmp_path: Path, write_rows:
     rows = write_rows(*["{"] * 25, {"text": "good"})
     said: list[str] = []
     made = prepared(tmp_path, said.append, train_file=(rows,))
-    assert made.num_bad_rows == 25
+    assert open_store(made.train).facts["num_bad_rows"] == 25
     assert [line.partition(": ")[0] for line in said[1:11]] == [f"{rows}:{number}" for number in range(1, 11)]
     assert said[11:] == ["and 15 more bad rows"]
 

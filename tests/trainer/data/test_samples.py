@@ -28,7 +28,7 @@ def stored(folder: Path, documents: list[list[int]]) -> Prepared:
             writer.add(document, True)
             writer.end_document()
         writer.finish(FACTS)
-        return Prepared(folder, None, writer.num_tokens, writer.num_documents, 0, False, "", None)
+        return Prepared(folder, None, False, "", None)
 
 
 def opened(prepared: Prepared, seq_length: int, **chosen: Any) -> tuple[Samples, Samples | None]:
@@ -251,7 +251,7 @@ def rows_stored(folder: Path, rows: list[tuple[str, str]]) -> Prepared:
             writer.add(list(completion.encode()), True)
             writer.end_document()
         writer.finish({**FACTS, "is_rows": True})
-        return Prepared(folder, None, writer.num_tokens, writer.num_documents, 0, True, "", None)
+        return Prepared(folder, None, True, "", None)
 
 
 def test_an_answer_is_never_without_its_question(tmp_path: Path) -> None:

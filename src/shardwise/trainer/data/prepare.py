@@ -34,9 +34,6 @@ _SECONDS_BETWEEN_LINES = 10.0
 class Prepared:
     train: Path  # the folder of the store
     eval: Path | None  # None: no eval_file
-    num_tokens: int  # of the training data, like the next three
-    num_documents: int
-    num_bad_rows: int
     is_rows: bool  # some documents are prompts with completions, or chats
     digest: str  # of the content of the training data
     eval_digest: str | None  # of the content of eval_file
@@ -72,9 +69,6 @@ def prepare(
     return Prepared(
         train=train_folder,
         eval=eval_folder,
-        num_tokens=store.num_tokens,
-        num_documents=store.num_documents,
-        num_bad_rows=store.facts["num_bad_rows"],
         is_rows=store.facts["is_rows"],
         digest=store.digest,
         eval_digest=None if eval_folder is None else open_store(eval_folder).digest,
