@@ -82,12 +82,12 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # Accelerate h
                 )
         models = [thing for thing in objects if isinstance(thing, nn.Module)]
         optimizers = [thing for thing in objects if isinstance(thing, torch.optim.Optimizer)]
-        prepared = dict(self._prepare_pair(models, optimizer) for optimizer in optimizers)
+        prepared = {id(optimizer): self._prepare_pair(models, optimizer) for optimizer in optimizers}
         return super().prepare(*(prepared.get(id(thing), thing) for thing in objects))
 
-    def _prepare_pair(self, models: list[nn.Module], optimizer: torch.optim.Optimizer) -> tuple[int, Any]:
+    def _prepare_pair(self, models: list[nn.Module], optimizer: torch.optim.Optimizer) -> Any:
         if isinstance(optimizer, PreparedOptimizer):
-            return id(optimizer), optimizer
+            return optimizer
         held = {param for group in optimizer.param_groups for param in group["params"]}
         trained = [model for model in models if not held.isdisjoint(model.parameters())]
         if len(trained) != 1 or find_engine(trained[0]) is not None:
@@ -96,7 +96,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # Accelerate h
                 "prepared yet: give one model and the one optimizer that has all its parameters to the same call, "
                 "model, optimizer = accelerator.prepare(model, optimizer)"
             )
-        return id(optimizer), self._shard(trained[0], optimizer)
+        return self._shard(trained[0], optimizer)
 
     def _shard(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> PreparedOptimizer | None:
         if optimizer is not None and getattr(optimizer, "train", None) is not None:
@@ -126,9 +126,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # Accelerate h
         return found
 
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None) -> Any:
-        if not isinstance(optimizer, PreparedOptimizer):
-            self._prepare_pair([], optimizer)
-        return super().prepare_optimizer(optimizer, device_placement)
+        return super().prepare_optimizer(self._prepare_pair([], optimizer), device_placement)
 
     # the step
 
@@ -175,11 +173,10 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # Accelerate h
     def _sharded(self) -> list[tuple[nn.Module, ShardedOptimizer | None]]:
         """Sharded models, each with its optimizer."""
         optimizers = [prepared.optimizer for prepared in self._optimizers]
-        models = [(model, find_engine(model)) for model in self._models]
         return [
             (model, next((optimizer for optimizer in optimizers if optimizer.belongs_to(engine)), None))
-            for model, engine in models
-            if engine is not None
+            for model in self._models
+            if (engine := find_engine(model)) is not None
         ]
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:

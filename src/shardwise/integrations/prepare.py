@@ -50,25 +50,17 @@ def shard_for_script(
     """Shard a model in place. Return the sharded optimizer."""
     _share_first_weights(model)
     given = {word: value for word, value in words.items() if value is not None}
-    found = {"precision": _precision(model, mixed_precision), "units": _units(model), **given}
+    dtypes = {param.dtype for param in model.parameters() if param.is_floating_point()}
+    unmixed = _UNMIXED.get(next(iter(dtypes))) if len(dtypes) == 1 else None
+    precision = unmixed if mixed_precision == "no" else mixed_precision
+    found = {"precision": precision, "units": _units(model), **given}
     if found["precision"] is None:
-        kinds = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in _dtypes(model)))
+        kinds = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
         raise ConfigurationError(
             f"this {type(model).__name__} has parameters in {kinds}, but no mixed precision was given: set "
             "precision='bf16' (fp32 masters), 'fp32' or 'pure-bf16'"
         )
     return shard(model, optimizer, **found)[1]
-
-
-def _precision(model: nn.Module, mixed_precision: str) -> str | None:
-    if mixed_precision != "no":
-        return mixed_precision
-    dtypes = _dtypes(model)
-    return _UNMIXED.get(next(iter(dtypes))) if len(dtypes) == 1 else None
-
-
-def _dtypes(model: nn.Module) -> set[torch.dtype]:
-    return {param.dtype for param in model.parameters() if param.is_floating_point()}
 
 
 def _units(model: nn.Module) -> Any:
