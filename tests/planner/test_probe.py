@@ -14,8 +14,7 @@ from shardwise.planner.training import Checkpointing, Lora, Training
 from shardwise.planner.work.activations import LOSS, works_of
 from shardwise.planner.work.blocks import titan_block
 from shardwise.planner.work.operations import Setting
-from shardwise.planner.work.probe import probe_works
-from shardwise.planner.work.probe_meter import StandIns, measure_call
+from shardwise.planner.work.probe import StandIns, measure_call, probe_works
 from shardwise.planner.work.tape import Habits, measure
 from shardwise.planner.work.work import Work
 from shardwise.trainer.checkpointing import _checkpointed, checkpoint_blocks

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from ..core.schedule.units import Units
-    from .work.probe_meter import Forward
+    from .work.probe import Forward
 
 Planned = Union[str, Mapping[str, Any], ModelShape, StatesOnly, "nn.Module"]
 

@@ -1,9 +1,10 @@
 """Shapes of the in-tree transformer, by name, and settings that suit each. This file does not import torch."""
 
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from ..base.errors import ConfigurationError
+from ..planner.shapes.names import IN_TREE
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,21 +53,17 @@ class Preset:
         return TransformerShape(vocab=vocab, **self.shape)
 
 
-def _preset(
-    hidden: int, layers: int, heads: int, kv_heads: int, ffn: int, max_seq: int, vocab: int, tied: bool = False
-) -> Preset:
-    sizes = {"hidden": hidden, "layers": layers, "heads": heads, "kv_heads": kv_heads, "ffn": ffn, "max_seq": max_seq}
-    return Preset({**sizes, "tied": tied}, vocab)
-
-
+_MAX_SEQ = {
+    "tiny": 512, "50m": 2048, "llama-3.2-1b": 4096, "llama-3.2-3b": 4096, "llama-3-8b": 8192, "llama-3-70b": 8192,
+}  # fmt: skip
 _TINY = {"seq_length": 128, "global_batch_size": 16, "max_steps": 200, "learning_rate": 3e-3, "warmup_steps": 10}
-PRESETS: dict[str, Preset] = {
-    "tiny": replace(_preset(192, 4, 6, 2, 512, 512, 257), settings=_TINY),
-    "50m": _preset(512, 12, 8, 8, 1408, 2048, 8192),
-    "llama-3.2-1b": _preset(2048, 16, 32, 8, 8192, 4096, 128256, tied=True),
-    "llama-3.2-3b": _preset(3072, 28, 24, 8, 8192, 4096, 128256, tied=True),
-    "llama-3-8b": _preset(4096, 32, 32, 8, 14336, 8192, 128256),
-    "llama-3-70b": _preset(8192, 80, 64, 8, 28672, 8192, 128256),
-}
+
+
+def _preset(name: str) -> Preset:
+    shape = {key: getattr(IN_TREE[name], key) for key in SHAPE_KEYS if key not in ("vocab", "max_seq")}
+    return Preset({**shape, "max_seq": _MAX_SEQ[name]}, IN_TREE[name].vocab, _TINY if name == "tiny" else {})
+
 
 SHAPE_KEYS = tuple(entry.name for entry in fields(TransformerShape))
+# The planner has the sizes of the same shapes.
+PRESETS = {name: _preset(name) for name in IN_TREE}

@@ -1,25 +1,320 @@
 """Work of the units of any module, found by running a copy of it on the meta device, where nothing is computed.
 
-The model runs forward once. Then one unit of each kind is run by itself, forward and backward (probe_meter.py). The
-loss is not run: for the last projection of a language model and everything after it, `activations.Head` is used.
+The model runs forward once. Then one unit of each kind is run by itself, forward and backward: every operation passes
+through `Counting`, which tracks the storages of results until they are freed. `StandIns` replaces operations that run
+differently on a GPU or under our engine. Attention is one kernel that saves its inputs, its result and a number per
+row; an RMS norm saves its input and a number per row; dropout saves a byte per element; a plain linear layer writes its
+weight's gradient to its destination. The loss is not run: for the last projection of a language model and everything
+after it, `activations.Head` is used.
 """
 
 import copy
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
 
+from ...core.saved_tensors import keep, kept
 from ...core.schedule.model import ROOT
 from ...core.schedule.units import Units, find_units
 from ..training import Loss
 from .activations import LOSS, Head, shared_out
-from .probe_meter import Forward, StandIns, measure_call, tensors_in
 from .tape import Habits, measure
-from .work import Work, chain, rounded
+from .work import AttentionShape, Meter, Product, Work, chain, embedding_scratch_bytes, rounded
+
+
+def tensors_in(values: Any) -> list[Tensor]:
+    return [part for part in tree_leaves(values) if isinstance(part, Tensor)]
+
+
+def laid_out(query: Tensor, shape: AttentionShape) -> Tensor:
+    """Return a result of attention with its strides on a GPU: those of dense queries, else token by token."""
+    rows = query.transpose(1, 2)
+    like = torch.empty(rows.shape, dtype=rows.dtype, device="meta") if shape.kernel == "efficient" else rows
+    return torch.empty_like(like).transpose(1, 2)
+
+
+def attention_shape(query: Tensor, key: Tensor) -> AttentionShape:
+    batch, heads, seq, head_dim = query.shape
+    return AttentionShape(batch, seq, heads, key.shape[1], head_dim, query.element_size())
+
+
+class StandIns(TorchFunctionMode):
+    """Replaces operations by GPU-like ones. `direct`: weights whose gradients the engine's layers write directly."""
+
+    def __init__(self, direct: frozenset[Tensor]) -> None:
+        super().__init__()
+        self._direct = direct
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is F.scaled_dot_product_attention:
+            query, key, value = (*args, *(kwargs[name] for name in ("query", "key", "value")[len(args) :]))[:3]
+            if attention_shape(query, key).kernel != "math":
+                # Narrower values (latent attention) are padded, as the kernel requires.
+                narrower = query.shape[-1] - value.shape[-1]
+                value = F.pad(value, (0, narrower)) if narrower else value
+                mixed = torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, 0.0, True)[0]
+                return mixed[..., :-narrower] if narrower else mixed
+        if func in (F.rms_norm, torch.rms_norm):
+            weight = args[2] if len(args) > 2 else kwargs.get("weight")
+            return _RmsNorm.apply(args[0], weight)  # type: ignore[no-untyped-call]
+        if func is F.linear and torch.is_grad_enabled() and args[1] in self._direct:
+            return _Linear.apply(*args, *(kwargs.get("bias"),) * (len(args) < 3))  # type: ignore[no-untyped-call]
+        if func is F.dropout and kwargs.get("training", True):
+            return torch.native_dropout(args[0], args[1] if len(args) > 1 else kwargs.get("p", 0.5), True)[0]
+        if func is torch._grouped_mm and args[0].dtype != torch.bfloat16:
+            return _GroupedProduct.apply(*args[:2], kwargs.get("offs"))  # type: ignore[no-untyped-call]
+        if func is Tensor.__bool__ and args[0].is_meta:
+            return True  # only checks that a mask masks nothing read values
+        return func(*args, **kwargs)
+
+
+class _Kernel(torch.autograd.Function):
+    """An operation whose backward allocates the gradients of its saved inputs."""
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        needed = zip(ctx.saved_tensors, ctx.needs_input_grad, strict=False)
+        return tuple(torch.empty_like(tensor) if is_needed else None for tensor, is_needed in needed)
+
+
+class _RmsNorm(_Kernel):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor | None) -> Tensor:
+        rows = torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device)
+        ctx.save_for_backward(x, weight, rows)
+        return torch.empty_like(x)
+
+
+class _GroupedProduct(_Kernel):
+    """Rows (tokens, width), each times the matrix of its expert (experts, width, new width)."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+        ctx.save_for_backward(rows, weight, ends)
+        num_experts, width, new_width = weight.shape
+        # The same number of operations: the rows of one expert times the matrices of all.
+        of_one = rows[: -(-rows.shape[0] // num_experts)]
+        beside = weight.as_strided((width, num_experts * new_width), (num_experts * new_width, 1))
+        return torch.mm(of_one, beside).view(-1)[: rows.shape[0] * new_width].view(-1, new_width)
+
+
+class _Linear(torch.autograd.Function):
+    """A linear layer like the engine's (core/engine/direct_gradients.py)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        keep(ctx, x, weight if x.requires_grad else None)
+        out = F.linear(x, weight, bias)
+        return torch.ops.aten._unsafe_view(out, out.shape) if out._is_view() else out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = kept(ctx)
+        rows = grad.reshape(-1, grad.shape[-1])
+        return (
+            None if weight is None else rows.mm(weight).view(x.shape),
+            None,
+            rows.sum(0) if ctx.needs_input_grad[2] else None,
+        )
+
+
+_PRODUCTS = {torch.ops.aten.mm.default: 0, torch.ops.aten.addmm.default: 1, torch.ops.aten.mm.dtype: 0}
+_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention.default
+_ATTENTION_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_backward.default
+# Reference counts, inside a dispatch mode, of a gradient that only autograd's buffer holds.
+_NUM_OWN_REFERENCES = (4, 2)
+
+
+class Counting(TorchDispatchMode, Meter):
+    """Counts memory, products and traffic. `live` and `peak`: bytes, rounded like those of torch's GPU allocator."""
+
+    def __init__(self) -> None:
+        TorchDispatchMode.__init__(self)
+        Meter.__init__(self)
+        self._known: set[int] = set()
+        self._external: list[Any] = []
+        self._frozen: set[int] = set()
+        self._depth = 0
+
+    def noting(self, forward: "Forward", stand_ins: StandIns) -> "Forward":
+        """Wrap a forward so that its products and traffic are recorded, also when a backward recomputes it."""
+
+        def noted(*args: Any, **kwargs: Any) -> Any:
+            self._depth += 1
+            try:
+                with stand_ins:
+                    return forward(*args, **kwargs)
+            finally:
+                self._depth -= 1
+
+        return noted
+
+    def leave_out(self, tensors: Any) -> None:
+        """Do not count tensors that exist already: weights, inputs of the model."""
+        for tensor in tensors_in(tensors):
+            storage = tensor.untyped_storage()
+            self._known.add(storage._cdata)
+            self._external.append(storage)
+            if not tensor.requires_grad:
+                self._frozen.add(storage._cdata)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.ops.aten.add.Tensor and not self._depth and _is_accumulation(args):
+            return args[0]
+        result = func(*args, **kwargs)
+        if func is _ATTENTION:
+            result = laid_out(args[0], attention_shape(args[0], args[1])), *result[1:]
+        are_new = [self._count(tensor.untyped_storage()) for tensor in tensors_in(result)]
+        self.peak = max(self.peak, self.live + _scratch_bytes(func, args, result))
+        if any(are_new) and self._depth:
+            self._note(func, args, result)
+        return result
+
+    def _count(self, storage: Any) -> bool:
+        key = storage._cdata
+        if key in self._known:
+            return False
+        num_bytes = rounded(storage.nbytes())
+        self._known.add(key)
+        self.take(num_bytes)
+        weakref.finalize(storage, self._free, key, num_bytes)
+        return True
+
+    def _free(self, key: int, num_bytes: int) -> None:
+        self.live -= num_bytes
+        self._known.discard(key)
+
+    def _note(self, func: Any, args: Any, result: Any) -> None:
+        if func is torch.ops.aten.empty.memory_format:
+            return
+        self.num_kernels += 1
+        if func in _PRODUCTS:
+            a, b = args[_PRODUCTS[func] : _PRODUCTS[func] + 2]
+            trainable = b.untyped_storage()._cdata not in self._frozen
+            self.products.append(Product(a.shape[0], b.shape[1], a.shape[1], trainable=trainable))
+        elif func is torch.ops.aten._grouped_mm.default:
+            rows, (num_experts, width, new_width) = args[0].shape[0], args[1].shape
+            self.products.append(Product(rows // num_experts, new_width, width, num_experts))
+        elif func is torch.ops.aten.bmm.default:
+            self.attention_flops += 2.0 * args[0].numel() * args[1].shape[-1]
+        elif func is _ATTENTION:
+            self.attention_flops += attention_shape(args[0], args[1]).flops
+        elif func is torch.ops.aten.embedding.default:
+            self.moved_bytes += 2 * result.nbytes
+        else:
+            self.moved_bytes += sum(part.nbytes for part in tensors_in((args, result)))
+
+
+def _scratch_bytes(func: Any, args: Any, result: Any) -> int:
+    """Bytes that a kernel of a GPU allocates besides its result."""
+    if func is _ATTENTION_BACKWARD:
+        return attention_shape(args[1], args[2]).scratch_bytes
+    if func is torch.ops.aten.embedding_dense_backward.default:
+        return embedding_scratch_bytes(args[1].numel(), *result.shape)
+    if func is torch.ops.aten._safe_softmax.default:
+        return int(result.numel())
+    return int(result.nbytes) if func is torch.ops.aten._softmax_backward_data.default else 0
+
+
+def _is_accumulation(args: Any) -> bool:
+    """Return True if autograd adds a gradient to one that nothing else holds: it then does so in place."""
+    num_references = args[0]._use_count(), torch._C._storage_Use_Count(args[0].untyped_storage()._cdata)
+    return torch._C._current_graph_task_id() != -1 and num_references == _NUM_OWN_REFERENCES
+
+
+class _Source(torch.autograd.Function):
+    """Makes the module's input, to which only the module has a reference."""
+
+    @staticmethod
+    def forward(ctx: Any, seed: Tensor, like: Tensor) -> Tensor:
+        return torch.empty_like(like)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, None]:
+        return None, None
+
+
+class _Sink(torch.autograd.Function):
+    """Consumes the module's output and makes its gradient, to which only the module's backward has a reference."""
+
+    @staticmethod
+    def forward(ctx: Any, out: Tensor, begins: Callable[[], None]) -> Tensor:
+        ctx.size, ctx.dtype, ctx.begins = out.shape, out.dtype, begins
+        return out.new_empty(())
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        made = torch.empty(ctx.size, dtype=ctx.dtype, device="meta")
+        ctx.begins()
+        return made, None
+
+
+Forward = Callable[..., Any]
+
+
+def measure_call(
+    forward: Forward,
+    around: Callable[[Forward], Forward] | None,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    weights: Sequence[Tensor],
+    stand_ins: StandIns,
+) -> Work:
+    """Measure the work of a call. Its input is the first argument with a gradient, else the first that is no index; the
+    others are not counted. `around`: the wrapper that activation checkpointing puts around the forward."""
+    counting = Counting()
+    counting.leave_out(weights)
+    floating = [part for part in tensors_in((args, kwargs)) if part.is_floating_point()]
+    like = next((part for part in floating if part.requires_grad), next(iter(floating), None))
+    counting.leave_out((args, kwargs))
+    noted = counting.noting(forward, stand_ins)
+    run = noted if around is None else around(noted)
+    seed = torch.empty((), device="meta", requires_grad=True)
+    with counting:
+        out, before = _called(counting, run, args, kwargs, like, seed)
+        work = counting.end_forward(before, rounded(out.untyped_storage().nbytes()))
+        if out.grad_fn is None:
+            return work
+        begun: list[int] = []
+
+        def begins() -> None:
+            begun.append(counting.live)
+            counting.peak = counting.live
+
+        sink = _Sink.apply(out, begins)  # type: ignore[no-untyped-call]
+        del out
+        torch.autograd.backward((sink,))
+    grad_bytes = sum(rounded(weight.grad.untyped_storage().nbytes()) for weight in weights if weight.grad is not None)
+    for weight in weights:
+        weight.grad = None
+    return counting.end_backward(work, begun[0], grad_bytes)
+
+
+def _called(
+    counting: Counting, run: Forward, args: tuple[Any, ...], kwargs: dict[str, Any], like: Tensor | None, seed: Tensor
+) -> tuple[Tensor, int]:
+    """Return the output, and the live bytes before the call. Nothing holds the input after the call."""
+    made: list[Tensor] = []
+    if like is not None and like.requires_grad:
+        made.append(_Source.apply(seed, like.detach()))  # type: ignore[no-untyped-call]
+    elif like is not None:
+        made.append(torch.empty_like(like))
+    before = counting.peak = counting.live
+    args, kwargs = tree_map(lambda part: made[0] if part is like and like is not None else part, (args, kwargs))
+    made.clear()
+    found = tensors_in(run(*args, **kwargs))
+    return next((part for part in found if part.grad_fn is not None), found[0]), before
 
 
 @dataclass(frozen=True, slots=True)
