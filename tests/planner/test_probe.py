@@ -13,7 +13,6 @@ from shardwise.planner.shapes.shape import ModelShape
 from shardwise.planner.training import Checkpointing, Lora, Training
 from shardwise.planner.work.activations import LOSS, works_of
 from shardwise.planner.work.blocks import titan_block
-from shardwise.planner.work.operations import Setting
 from shardwise.planner.work.probe import StandIns, measure_call, probe_works
 from shardwise.planner.work.tape import Habits, measure
 from shardwise.planner.work.work import Work
@@ -185,8 +184,8 @@ def test_torchtitans_block_is_like_its_code() -> None:
     turns = torch.empty(256, 32, dtype=torch.complex64, device="meta")
     probed = measure_call(block.forward, None, (x, turns), {}, list(block.parameters()), StandIns(frozenset()))
     shape = ModelShape(name="x", layers=3, hidden=512, heads=8, kv_heads=2, head_dim=64, ffn=1536, vocab=1)
-    at = Setting(shape, 2, 256, 2, Habits(writes_directly=False))
-    planned = measure(partial(titan_block, at), x.numel(), 2, at.habits)
+    habits = Habits(writes_directly=False, batch=2, seq=256)
+    planned = measure(partial(titan_block, shape), x.numel(), 2, habits)
     assert not differences({"block": planned}, {"block": probed})
 
 

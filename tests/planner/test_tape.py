@@ -1,6 +1,6 @@
 """The small autograd of byte counts: what lives when."""
 
-from shardwise.planner.work.operations import activation, add, linear, multiply, scale
+from shardwise.planner.work.blocks import activation, add, linear, multiply, scale
 from shardwise.planner.work.tape import Habits, Tape, Tensor, measure
 from shardwise.planner.work.work import chain
 

@@ -14,9 +14,19 @@ from functools import cache, partial
 from ...core.schedule.model import ROOT, UnitSpec
 from ..shapes.shape import ModelShape, targets_of, units_of
 from ..training import Loss, Training
-from .blocks import gpt_block, in_tree_block, llama_block, mpt_block, titan_block
-from .operations import Setting, cast, layer_norm, linear, llama_norm, rms_norm
-from .tape import Block, Buffers, Gradients, Habits, Tape, Tensor, measure
+from .blocks import (
+    cast,
+    gpt_block,
+    in_tree_block,
+    layer_norm,
+    linear,
+    llama_block,
+    llama_norm,
+    mpt_block,
+    rms_norm,
+    titan_block,
+)
+from .tape import Block, Buffers, Gradients, Habits, Tape, Tensor, Weight, measure
 from .work import Product, Work, chain, embedding_scratch_bytes, rounded
 
 # Same values as in trainer/loss.py, which imports torch.
@@ -99,9 +109,8 @@ class Head:
         return 1 << (-(-num_tokens // num_chunks) - 1).bit_length()
 
 
-def end(at: Setting, loss: Loss, is_ours: bool, t: Tape, x: Tensor) -> Tensor:
+def end(shape: ModelShape, loss: Loss, is_ours: bool, t: Tape, x: Tensor) -> Tensor:
     """Run the end of the model: from the last block's output to the loss."""
-    shape = at.shape
     is_in_tree = is_ours and shape.code == "in-tree"
     if shape.norm == "layer":
         states = layer_norm(t, x, shape.hidden, bias=shape.norm_bias)
@@ -128,59 +137,50 @@ def works_of(shape: ModelShape, training: Training) -> dict[str, Work]:
 
 @cache
 def _works(shape: ModelShape, training: Training) -> tuple[tuple[str, Work], ...]:
-    at = setting_of(shape, training)
+    habits, itemsize = habits_of(shape, training), training.formats.compute.itemsize
     units = units_of(shape, training.lora)
     embed, positions, head = (_named(units, names) for names in (_EMBEDDINGS, _POSITIONS, _HEADS))
     blocks = [unit.name for unit in units if unit.path.rpartition(".")[2].isdigit()]
-    first, other = _block_works(at, training)
+    num_elems = training.num_tokens * shape.hidden
+    block = block_of(shape, training.engine == "shardwise")
+    run = partial(measure, block, num_elems, itemsize, habits, checkpointing=training.checkpointing)
+    other = run()
+    # With adapters, the input of the first block has no gradient.
+    first = run(needs_input_grad=False) if training.lora else other
     num_rows = shape.vocab + (shape.num_positions if positions is None else 0)
-    words = _embedding(at, training, num_rows)
-    found = {ROOT: _begin(at, training, None if embed else words)}
+    words = _embedding(shape, training, num_rows)
+    found = {ROOT: _begin(shape, training, None if embed else words)}
     if embed is not None:
         found[embed] = words
     if positions is not None:
         # Positions are the same for all sequences.
-        found[positions] = _embedding(at, replace(training, micro_batch=1), shape.num_positions)
+        found[positions] = _embedding(shape, replace(training, micro_batch=1), shape.num_positions)
     for index, name in enumerate(blocks):
         found |= shared_out(other if index else first, name, units)
     if not blocks:
         found[ROOT] = chain([found[ROOT], first, *[other] * (shape.layers - 1)])
-    num_elems = training.num_tokens * shape.hidden
-    found[head or LOSS] = measure(
-        partial(end, at, training.loss, training.engine == "shardwise"),
-        num_elems,
-        at.itemsize,
-        replace(at.habits, is_fused=False),  # blocks may be compiled; the model around them is not
-        kind="loss",
-    )
+    # Blocks may be compiled; the model around them is not.
+    last = partial(end, shape, training.loss, training.engine == "shardwise")
+    found[head or LOSS] = measure(last, num_elems, itemsize, replace(habits, is_fused=False), kind="loss")
     names = {unit.name for unit in units}
     return tuple((name, work) for name, work in found.items() if name in names or name == LOSS)
 
 
-def setting_of(shape: ModelShape, training: Training) -> Setting:
-    habits = Habits(
+def habits_of(shape: ModelShape, training: Training) -> Habits:
+    return Habits(
         writes_directly=training.engine == "shardwise",
         is_fused=training.compile,
         keeps_every_second=training.engine == "fsdp2",
         rank=training.lora.r if training.lora else 0,
         targets=targets_of(shape, training.lora) if training.lora else (),
+        batch=training.micro_batch,
+        seq=training.seq,
     )
-    return Setting(shape, training.micro_batch, training.seq, training.formats.compute.itemsize, habits)
 
 
-def _block_works(at: Setting, training: Training) -> tuple[Work, Work]:
-    """Return the work of the first block and of the others: with adapters, the input of the first has no gradient."""
-    num_elems = training.num_tokens * at.shape.hidden
-    block = block_of(at, training.engine == "shardwise")
-    run = partial(measure, block, num_elems, at.itemsize, at.habits, checkpointing=training.checkpointing)
-    other = run()
-    return (run(needs_input_grad=False) if training.lora else other), other
-
-
-def _begin(at: Setting, training: Training, words: Work | None) -> Work:
+def _begin(shape: ModelShape, training: Training, words: Work | None) -> Work:
     """Work of tokens, targets and the rotary table: cosine and sine for every position, in fp32 or (transformers')
     twice as wide in the compute dtype. `words`: the work of the embedding, if that is no unit."""
-    shape = at.shape
     table = 0 if shape.num_positions else 4 * training.seq * shape.head_dim
     held = 2 * rounded(_INDEX_BYTES * training.num_tokens) + rounded(table)
     if words is None:
@@ -194,17 +194,16 @@ def _begin(at: Setting, training: Training, words: Work | None) -> Work:
     )
 
 
-def _embedding(at: Setting, training: Training, num_rows: int) -> Work:
+def _embedding(shape: ModelShape, training: Training, num_rows: int) -> Work:
     """Work of an embedding: rows are looked up, and the gradient is as large as the weight."""
-    shape = at.shape
     num_elems = training.num_tokens * shape.hidden
 
     def look_up(t: Tape, x: Tensor) -> Tensor:
         scratch = embedding_scratch_bytes(training.num_tokens, num_rows, shape.hidden)
-        weight = at.habits.weight(num_rows * shape.hidden)
+        weight = Weight(num_rows * shape.hidden, training.lora is None)
         return t.op([x], num_elems, weights=[weight], buffers=Buffers(scratch_bytes=scratch))
 
-    work = measure(look_up, 0, at.itemsize, needs_input_grad=False)
+    work = measure(look_up, 0, training.formats.compute.itemsize, needs_input_grad=False)
     return replace(work, moved_bytes=float(2 * work.output_bytes))
 
 
@@ -221,13 +220,13 @@ def _named(units: list[UnitSpec], leaves: tuple[str, ...]) -> str | None:
     return next((unit.name for unit in units if unit.path.rpartition(".")[2] in leaves), None)
 
 
-def block_of(at: Setting, is_ours: bool) -> Block:
+def block_of(shape: ModelShape, is_ours: bool) -> Block:
     """Select the code of a block. `is_ours`: run by our engine; else as in published measurements."""
-    kind: Callable[[Setting, Tape, Tensor], Tensor]
+    kind: Callable[[ModelShape, Tape, Tensor], Tensor]
     if not is_ours:
-        kind = titan_block if at.shape.gated else mpt_block
-    elif at.shape.code == "in-tree":
+        kind = titan_block if shape.gated else mpt_block
+    elif shape.code == "in-tree":
         kind = in_tree_block
     else:
-        kind = gpt_block if at.shape.num_positions else llama_block
-    return partial(kind, at)
+        kind = gpt_block if shape.num_positions else llama_block
+    return partial(kind, shape)

@@ -1,56 +1,256 @@
-"""Blocks of transformers as tapes, each written like the code that it stands for.
+"""The operations and blocks of transformers on a tape: what each saves and allocates in torch, in eager mode.
 
-The in-tree block (trainer/model.py); Llama's of transformers, which Mistral, Qwen, Gemma and Mixtral follow; GPT-2's;
-and the blocks of published measurements: torchtitan's Llama and llm-foundry's MPT. A compiled block is the same code
-with its elementwise chains fused: their intermediate results are recomputed instead of saved.
+Each block is written like the code that it stands for: the in-tree block (trainer/model.py); Llama's of transformers,
+which Mistral, Qwen, Gemma and Mixtral follow; GPT-2's; and the blocks of published measurements: torchtitan's Llama and
+llm-foundry's MPT. A compiled block is the same code with its elementwise chains fused: their intermediate results are
+recomputed instead of saved.
 """
 
 from dataclasses import replace
 from functools import partial
 
-from .operations import (
-    Setting,
-    activation,
-    add,
-    attention,
-    cast,
-    dropout,
-    gated,
-    gelu_tanh,
-    layer_norm,
-    linear,
-    llama_norm,
-    llama_rotate,
-    multiply,
-    rms_norm,
-    rotate,
-    scale,
-    softmax,
-)
-from .tape import Buffers, Tape, Tensor
+from ..shapes.shape import ModelShape
+from .tape import Arithmetic, Buffers, Tape, Tensor, Weight
+from .work import ROUND_BYTES, AttentionShape, Product, rounded
 
 
-def in_tree_block(at: Setting, t: Tape, x: Tensor) -> Tensor:
-    hidden = at.shape.hidden
-    x = add(t, x, _in_tree_attention(at, t, rms_norm(t, x, hidden)))
-    return add(t, x, gated_ffn(at, t, rms_norm(t, x, hidden), ("gate", "up", "down")))
+def linear(
+    tape: Tape, x: Tensor, fan: tuple[int, int], name: str = "", bias: bool = False, *, plain: bool = True,
+    num_weights: int = 1,
+) -> Tensor:  # fmt: skip
+    """Run a projection, with its adapter if it has one. Not `plain`: autograd makes its gradient (GPT-2's Conv1D).
+    If there are several weights of this size, each one processes a part of the rows."""
+    habits = tape.habits
+    out = _product(tape, x, fan, habits.rank == 0, habits.is_direct and plain, bias, num_weights)
+    if not habits.rank or name not in habits.targets:
+        return out
+    narrow = _product(tape, x, (fan[0], habits.rank), True, habits.is_direct)
+    return add(tape, out, scale(tape, _product(tape, narrow, (habits.rank, fan[1]), True, habits.is_direct)))
 
 
-def _in_tree_attention(at: Setting, t: Tape, x: Tensor) -> Tensor:
-    shape = at.shape
+def _product(
+    tape: Tape, x: Tensor, fan: tuple[int, int], trainable: bool, is_direct: bool, bias: bool = False,
+    num_weights: int = 1,
+) -> Tensor:  # fmt: skip
+    width, new_width = fan
+    rows = x.num_elems // width
+    weights = [Weight(num_weights * width * new_width, trainable, is_direct)]
+    product = Product(rows // num_weights, new_width, width, num_weights, trainable)
+    return tape.op(
+        [x],
+        rows * new_width,
+        saves=[x] if trainable else (),
+        weights=[*weights, Weight(new_width, trainable)] if bias else weights,
+        arithmetic=Arithmetic(is_kept=_is_kept(tape, width, new_width), product=product),
+    )
+
+
+def _is_kept(tape: Tape, width: int, new_width: int) -> bool:
+    """Return True if selective checkpointing saves the result; our rule is that of trainer/checkpointing.py."""
+    if tape.habits.keeps_every_second or new_width > width:
+        tape.num_wide += 1
+        return tape.num_wide % 2 == 1
+    return width < 2 * new_width
+
+
+def rms_norm(tape: Tape, x: Tensor, width: int) -> Tensor:
+    """torch's own RMS norm, one kernel."""
+    return _norm(tape, x, width, 4, 1)
+
+
+def layer_norm(tape: Tape, x: Tensor, width: int, bias: bool = True) -> Tensor:
+    return _norm(tape, x, width, 8, 1 + bias)
+
+
+def _norm(tape: Tape, x: Tensor, width: int, row_bytes: int, num_weights: int) -> Tensor:
+    return tape.op(
+        [x],
+        x.num_elems,
+        itemsize=x.itemsize,
+        saves=[x],
+        weights=[tape.habits.weight(width)] * num_weights,
+        buffers=Buffers(extra_bytes=row_bytes * (x.num_elems // width)),
+    )
+
+
+def llama_norm(tape: Tape, x: Tensor, width: int) -> Tensor:
+    """transformers' RMS norm: in fp32, one operation after the other."""
+    if tape.habits.is_fused:
+        return rms_norm(tape, x, width)
+    rows, wide = x.num_elems // width, 4 * x.num_elems
+    states = cast(tape, x, 4)
+    squares = tape.op([states], x.num_elems, itemsize=4, saves=[states], buffers=Buffers(scratch_bytes=2 * wide))
+    variance = tape.op([squares], rows, itemsize=4)
+    del squares
+    root = tape.op([scale(tape, variance)], rows, itemsize=4, buffers=Buffers(saves_result=True))
+    states = tape.op([states, root], x.num_elems, itemsize=4, saves=[states, root], buffers=Buffers(scratch_bytes=wide))
+    narrow = cast(tape, states, x.itemsize)
+    weight = tape.habits.weight(width)
+    return tape.op(
+        [narrow],
+        x.num_elems,
+        itemsize=x.itemsize,
+        saves=[narrow] if weight.trainable else (),
+        weights=[weight],
+        buffers=Buffers(scratch_bytes=narrow.num_bytes if weight.trainable else 0),
+    )
+
+
+def cast(tape: Tape, x: Tensor, itemsize: int) -> Tensor:
+    return x if x.itemsize == itemsize else tape.op([x], x.num_elems, itemsize=itemsize)
+
+
+def scale(tape: Tape, x: Tensor) -> Tensor:
+    """Multiply by something without a gradient; also a negation, or a sum with a number."""
+    return tape.op([x], x.num_elems, itemsize=x.itemsize)
+
+
+def add(tape: Tape, a: Tensor, b: Tensor) -> Tensor:
+    return tape.op([a, b], a.num_elems, itemsize=a.itemsize, passes=[True, True])
+
+
+def subtract(tape: Tape, a: Tensor, b: Tensor) -> Tensor:
+    return tape.op([a, b], a.num_elems, itemsize=a.itemsize, passes=[True, False])
+
+
+def multiply(tape: Tape, a: Tensor, b: Tensor) -> Tensor:
+    saves = [kept for kept, other in ((a, b), (b, a)) if other.node is not None]
+    return tape.op([a, b], a.num_elems, itemsize=a.itemsize, saves=saves)
+
+
+def activation(tape: Tape, x: Tensor) -> Tensor:
+    """Apply SiLU or GELU, which save their input."""
+    return tape.op([x], x.num_elems, itemsize=x.itemsize, saves=[x])
+
+
+def gated(tape: Tape, gate: Tensor, up: Tensor) -> Tensor:
+    """Compute activation(gate) * up in one kernel."""
+    return tape.op([gate, up], gate.num_elems, saves=[gate, up])
+
+
+def softmax(tape: Tape, x: Tensor) -> Tensor:
+    """Apply softmax. Its backward on a GPU begins with a product of the gradient and the result."""
+    return tape.op([x], x.num_elems, itemsize=x.itemsize, buffers=Buffers(saves_result=True, scratch_bytes=x.num_bytes))
+
+
+def dropout(tape: Tape, x: Tensor) -> Tensor:
+    """Apply dropout, which saves a mask of one byte per element. A fused one draws the mask again."""
+    return tape.op(
+        [x], x.num_elems, itemsize=x.itemsize, buffers=Buffers(extra_bytes=0 if tape.habits.is_fused else x.num_elems)
+    )
+
+
+def gelu_tanh(tape: Tape, x: Tensor) -> Tensor:
+    """GPT-2's GELU in transformers, written out: x / 2 * (1 + tanh(c * (x + d * x ** 3)))."""
+    if tape.habits.is_fused:
+        return activation(tape, x)
+    half = scale(tape, x)
+    cube = tape.op([x], x.num_elems, saves=[x], buffers=Buffers(scratch_bytes=2 * x.num_bytes))
+    # Each intermediate result is freed once the next exists.
+    part = scale(tape, cube)
+    del cube
+    part = add(tape, x, part)
+    part = scale(tape, part)
+    part = tape.op([part], x.num_elems, buffers=Buffers(saves_result=True))
+    part = tape.op([part], x.num_elems, passes=[True])
+    return multiply(tape, half, part)
+
+
+def attention_shape(tape: Tape, shape: ModelShape) -> AttentionShape:
+    batch, seq = tape.habits.batch, tape.habits.seq
+    return AttentionShape(batch, seq, shape.heads, shape.kv_heads, shape.head_dim, tape.itemsize)
+
+
+def attention(tape: Tape, model: ModelShape, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """Causal attention without a mask."""
+    shape = attention_shape(tape, model)
+    if shape.kernel == "math":
+        return _written_out(tape, shape, query, key, value)
+    # For the backward: the log-sum-exp of each row in fp32, and the state of a random generator.
+    extra_bytes = rounded(4 * shape.batch * shape.heads * shape.seq) + 2 * ROUND_BYTES
+    return tape.op(
+        [query, key, value],
+        query.num_elems,
+        saves=[query, key, value],
+        buffers=Buffers(True, extra_bytes, shape.scratch_bytes),
+        arithmetic=Arithmetic(is_kept=True, attention_flops=shape.flops),
+    )
+
+
+def _written_out(tape: Tape, shape: AttentionShape, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """Attention with all scores in memory, a mask of numbers, and keys and values repeated for every head."""
+    num_scores = shape.batch * shape.heads * shape.seq * shape.seq
+    scaled = scale(tape, query)
+    mask = tape.new(shape.seq * shape.seq)
+    key, value = (tape.op([part], query.num_elems) for part in (key, value))
+    scaled_key = scale(tape, key)
+    flops = shape.flops  # half of both products, i.e. one of them
+    scores = tape.op(
+        [scaled, scaled_key], num_scores, saves=[scaled, scaled_key], arithmetic=Arithmetic(attention_flops=flops)
+    )
+    scores = tape.op([scores], num_scores, passes=[True])
+    scratch = tape.new(num_scores, 1)  # one byte of mask for each score
+    shares = softmax(tape, scores)
+    del scores, scratch
+    mixed = tape.op(
+        [shares, value],
+        query.num_elems,
+        saves=[shares, value],
+        arithmetic=Arithmetic(attention_flops=flops, is_kept=True),
+    )
+    del mask
+    return mixed
+
+
+def rotate(tape: Tape, x: Tensor) -> Tensor:
+    """Rotary positions of the in-tree transformer: in fp32, and back."""
+    if tape.habits.is_fused:
+        return scale(tape, x)
+    # A view puts heads before positions. The gradient has the other memory layout, and is copied once.
+    turned_view = tape.view(x, is_copied_back=True)
+    first, second = tape.split(cast(tape, turned_view, 4), 2)
+    turned = tape.cat(
+        (
+            subtract(tape, scale(tape, first), scale(tape, second)),
+            add(tape, scale(tape, second), scale(tape, first)),
+        )
+    )
+    return cast(tape, turned, x.itemsize)
+
+
+def llama_rotate(tape: Tape, x: Tensor) -> Tensor:
+    """transformers' rotary positions, in the compute dtype: x * cos + rotate_half(x) * sin."""
+    if tape.habits.is_fused:
+        return scale(tape, x)
+    return add(tape, scale(tape, x), scale(tape, _rotate_half(tape, x)))
+
+
+def _rotate_half(tape: Tape, x: Tensor) -> Tensor:
+    first = tape.view(x, x.num_elems // 2)
+    second = tape.view(x, x.num_elems // 2)
+    return tape.cat((scale(tape, second), first))
+
+
+def in_tree_block(shape: ModelShape, t: Tape, x: Tensor) -> Tensor:
+    hidden = shape.hidden
+    x = add(t, x, _in_tree_attention(shape, t, rms_norm(t, x, hidden)))
+    return add(t, x, gated_ffn(shape, t, rms_norm(t, x, hidden), ("gate", "up", "down")))
+
+
+def _in_tree_attention(shape: ModelShape, t: Tape, x: Tensor) -> Tensor:
     query = rotate(t, linear(t, x, (shape.hidden, shape.query_width), "query"))
     key = rotate(t, linear(t, x, (shape.hidden, shape.kv_width), "key"))
     value = linear(t, x, (shape.hidden, shape.kv_width), "value")
-    mixed = attention(t, at.attention, query, key, value)
-    if at.attention.kernel != "efficient":
+    mixed = attention(t, shape, query, key, value)
+    if attention_shape(t, shape).kernel != "efficient":
         # The result of attention is stored head by head, like the queries, and is copied to be stored token by token.
         flat = t.op([mixed], mixed.num_elems, passes=[True])
         return linear(t, flat, (shape.query_width, shape.hidden), "out")
     return linear(t, mixed, (shape.query_width, shape.hidden), "out")
 
 
-def gated_ffn(at: Setting, t: Tape, x: Tensor, names: tuple[str, str, str]) -> Tensor:
-    hidden, ffn, bias = at.shape.hidden, at.shape.ffn, at.shape.bias
+def gated_ffn(shape: ModelShape, t: Tape, x: Tensor, names: tuple[str, str, str]) -> Tensor:
+    hidden, ffn, bias = shape.hidden, shape.ffn, shape.bias
     gate, up, down = names
     fan = hidden, ffn
     if t.habits.is_fused:
@@ -60,26 +260,25 @@ def gated_ffn(at: Setting, t: Tape, x: Tensor, names: tuple[str, str, str]) -> T
     return linear(t, mixed, (ffn, hidden), down, bias)
 
 
-def llama_block(at: Setting, t: Tape, x: Tensor) -> Tensor:
+def llama_block(shape: ModelShape, t: Tape, x: Tensor) -> Tensor:
     """transformers' block: variables hold the residuals; of four norms (Gemma), two come after attention and ffn."""
-    shape = at.shape
     norm = partial(layer_norm, bias=shape.norm_bias) if shape.norm == "layer" else llama_norm
     residual = x
     x = norm(t, x, shape.hidden)
-    x = _llama_attention(at, t, x)
+    x = _llama_attention(shape, t, x)
     if shape.num_norms > 2:
         x = norm(t, x, shape.hidden)
     x = add(t, residual, x)
     residual = x
     x = norm(t, x, shape.hidden)
-    x = _llama_ffn(at, t, x)
+    x = _llama_ffn(shape, t, x)
     if shape.num_norms > 2:
         x = norm(t, x, shape.hidden)
     return add(t, residual, x)
 
 
-def _llama_attention(at: Setting, t: Tape, x: Tensor) -> Tensor:
-    shape, bias = at.shape, at.shape.qkv_bias
+def _llama_attention(shape: ModelShape, t: Tape, x: Tensor) -> Tensor:
+    bias = shape.qkv_bias
     query = linear(t, x, (shape.hidden, shape.query_width), "q_proj", bias)
     if shape.qk_norm:
         query = llama_norm(t, query, shape.head_dim)
@@ -88,30 +287,28 @@ def _llama_attention(at: Setting, t: Tape, x: Tensor) -> Tensor:
         key = llama_norm(t, key, shape.head_dim)
     value = linear(t, x, (shape.hidden, shape.kv_width), "v_proj", bias)
     query, key = llama_rotate(t, query), llama_rotate(t, key)
-    mixed = attention(t, at.attention, query, key, value)
+    mixed = attention(t, shape, query, key, value)
     return linear(t, mixed, (shape.query_width, shape.hidden), "o_proj", shape.bias)
 
 
-def _llama_ffn(at: Setting, t: Tape, x: Tensor) -> Tensor:
-    shape = at.shape
+def _llama_ffn(shape: ModelShape, t: Tape, x: Tensor) -> Tensor:
     if shape.num_experts > 1:
-        return _experts(at, t, x)
+        return _experts(shape, t, x)
     if shape.gated:
-        return gated_ffn(at, t, x, ("gate_proj", "up_proj", "down_proj"))
+        return gated_ffn(shape, t, x, ("gate_proj", "up_proj", "down_proj"))
     mixed = activation(t, linear(t, x, (shape.hidden, shape.ffn), "up_proj", shape.bias))
     return linear(t, mixed, (shape.ffn, shape.hidden), "down_proj", shape.bias)
 
 
-def _experts(at: Setting, t: Tape, x: Tensor) -> Tensor:
+def _experts(shape: ModelShape, t: Tape, x: Tensor) -> Tensor:
     """Copy tokens to their experts, each token `num_active_experts` times.
 
     The number of tokens per expert depends on the data: here all get the same. Autograd makes the experts' gradients.
     """
-    shape = at.shape
     num_tokens, ffn = x.num_elems // shape.hidden, shape.ffn_of_expert
     num_sent = num_tokens * shape.num_active_experts
     scores = softmax(t, cast(t, linear(t, x, (shape.hidden, shape.num_experts), "gate"), 4))
-    chosen = cast(t, t.view(scores, num_sent), at.itemsize)
+    chosen = cast(t, t.view(scores, num_sent), t.itemsize)
     sent = t.op([x], num_sent * shape.hidden)
     weights = shape.num_experts
     both = linear(t, sent, (shape.hidden, 2 * ffn if shape.gated else ffn), "experts", plain=False, num_weights=weights)
@@ -127,42 +324,39 @@ def _experts(at: Setting, t: Tape, x: Tensor) -> Tensor:
     return t.op([weighted], x.num_elems)
 
 
-def gpt_block(at: Setting, t: Tape, x: Tensor) -> Tensor:
+def gpt_block(shape: ModelShape, t: Tape, x: Tensor) -> Tensor:
     """GPT-2's block: its projections are not torch's linear layers, and its dropout is on by default."""
-    hidden = at.shape.hidden
+    hidden = shape.hidden
     residual = x
     x = layer_norm(t, x, hidden)
-    mixed = _gpt_attention(at, t, x)
+    mixed = _gpt_attention(shape, t, x)
     x = add(t, mixed, residual)
     residual = x
     x = layer_norm(t, x, hidden)
-    return add(t, residual, _gpt_ffn(at, t, x))
+    return add(t, residual, _gpt_ffn(shape, t, x))
 
 
-def _gpt_attention(at: Setting, t: Tape, x: Tensor) -> Tensor:
-    shape = at.shape
+def _gpt_attention(shape: ModelShape, t: Tape, x: Tensor) -> Tensor:
     sizes = shape.query_width, shape.kv_width, shape.kv_width
     num_rows = x.num_elems // shape.hidden
     query, key, value = t.split_at(
         linear(t, x, (shape.hidden, sum(sizes)), "c_attn", shape.qkv_bias, plain=False),
         [num_rows * size for size in sizes],
     )
-    mixed = attention(t, at.attention, query, key, value)
+    mixed = attention(t, shape, query, key, value)
     mixed = linear(t, mixed, (shape.query_width, shape.hidden), "c_proj", shape.bias, plain=False)
     return dropout(t, mixed)
 
 
-def _gpt_ffn(at: Setting, t: Tape, x: Tensor) -> Tensor:
-    shape = at.shape
+def _gpt_ffn(shape: ModelShape, t: Tape, x: Tensor) -> Tensor:
     x = linear(t, x, (shape.hidden, shape.ffn), "c_fc", shape.bias, plain=False)
     x = gelu_tanh(t, x)
     x = linear(t, x, (shape.ffn, shape.hidden), "c_proj", shape.bias, plain=False)
     return dropout(t, x)
 
 
-def titan_block(at: Setting, t: Tape, x: Tensor) -> Tensor:
+def titan_block(shape: ModelShape, t: Tape, x: Tensor) -> Tensor:
     """torchtitan's Llama: rotary positions as complex numbers in fp32, keys and values repeated for every head."""
-    shape = at.shape
     width, kv_width = (shape.hidden, shape.query_width), (shape.hidden, shape.kv_width)
     normed = llama_norm(t, x, shape.hidden)
     query, key, value = (linear(t, normed, fan) for fan in (width, kv_width, kv_width))
@@ -170,26 +364,25 @@ def titan_block(at: Setting, t: Tape, x: Tensor) -> Tensor:
     query, key = _complex_rotated(t, query), _complex_rotated(t, key)
     if shape.heads != shape.kv_heads:
         key, value = (t.op([part], query.num_elems) for part in (key, value))
-    mixed = attention(t, replace(at.attention, kv_heads=shape.heads), query, key, value)
+    mixed = attention(t, replace(shape, kv_heads=shape.heads), query, key, value)
     del query, key, value
     x = add(t, x, linear(t, mixed, (shape.query_width, shape.hidden)))
     del mixed
-    return add(t, x, gated_ffn(at, t, llama_norm(t, x, shape.hidden), ("w1", "w3", "w2")))
+    return add(t, x, gated_ffn(shape, t, llama_norm(t, x, shape.hidden), ("w1", "w3", "w2")))
 
 
 def _complex_rotated(t: Tape, x: Tensor) -> Tensor:
     return scale(t, x) if t.habits.is_fused else cast(t, scale(t, cast(t, x, 4)), x.itemsize)
 
 
-def mpt_block(at: Setting, t: Tape, x: Tensor) -> Tensor:
+def mpt_block(shape: ModelShape, t: Tape, x: Tensor) -> Tensor:
     """llm-foundry's block, with 16-bit layer norms and flash attention; one product makes queries, keys and values."""
-    shape = at.shape
     num_rows = x.num_elems // shape.hidden
     normed = layer_norm(t, x, shape.hidden, bias=shape.norm_bias)
     fused = linear(t, normed, (shape.hidden, shape.query_width + 2 * shape.kv_width), bias=shape.qkv_bias)
     parts = t.split_at(fused, [num_rows * shape.query_width, *[num_rows * shape.kv_width] * 2])
     del normed, fused
-    mixed = attention(t, at.attention, *parts)
+    mixed = attention(t, shape, *parts)
     del parts
     x = add(t, x, linear(t, mixed, (shape.query_width, shape.hidden), bias=shape.bias))
     del mixed

@@ -81,6 +81,8 @@ class Habits:
     rank: int = 0
     targets: tuple[str, ...] = ()
     keeps_every_second: bool = False
+    batch: int = 1
+    seq: int = 1
 
     @property
     def is_direct(self) -> bool:
