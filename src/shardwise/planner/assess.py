@@ -5,7 +5,7 @@ because no cost depends on names.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import cached_property
 from typing import TypeVar
 
@@ -208,7 +208,7 @@ class Assessment:
 
     @property
     def is_exact(self) -> bool:
-        """Return True if no collective is quantised: training then gives the numbers of a single process."""
+        """True if no collective is quantised: training then gives the numbers of a single process."""
         return all(layout.is_exact for layout in self.layouts)
 
     @property
@@ -217,33 +217,35 @@ class Assessment:
         return self.training.num_tokens * self.training.num_micro_batches / self.timing.step_s
 
 
+@dataclass(frozen=True, eq=False)
 class Assessor:
     """Assesses strategies for one model on one machine; shared intermediate results are computed once."""
 
-    def __init__(
-        self,
-        subject: Subject,
-        machine: Machine,
-        *,
-        clips: bool = True,
-        budget_bytes: int | None = None,
-        keep_fp32: Sequence[str] = (),
-    ) -> None:
-        self.subject = subject
-        self.machine = machine
-        self.unit_names = [unit.name for unit in subject.units]
-        self._clips = clips
-        self._budget_bytes = budget_bytes
-        self._flats: dict[object, tuple[Flat, ...]] = {}
-        self._keep_fp32 = keep_fp32
-        self._alike = [_signature(unit, keep_fp32) for unit in subject.units]
-        self._axes = machine.cluster.axes
+    subject: Subject
+    machine: Machine
+    _: KW_ONLY
+    clips: bool = True
+    budget_bytes: int | None = None
+    keep_fp32: Sequence[str] = ()
+    _flats: dict[object, tuple[Flat, ...]] = field(default_factory=dict, init=False)
+
+    @cached_property
+    def unit_names(self) -> list[str]:
+        return [unit.name for unit in self.subject.units]
+
+    @cached_property
+    def _alike(self) -> list[object]:
+        """A value for each unit; units with the same one have the same flats."""
+        found: list[object] = []
+        for unit in self.subject.units:
+            kept = [bool(self.keep_fp32) and matches(p.sites[0].module, self.keep_fp32) for p in unit.params]
+            sizes = ((param.shape, param.dtype, param.trainable, param.is_table) for param in unit.params)
+            found.append((*sizes, *kept))
+        return found
 
     def on(self, machine: Machine) -> "Assessor":
         """Return an assessor for the same model on another machine."""
-        return Assessor(
-            self.subject, machine, clips=self._clips, budget_bytes=self._budget_bytes, keep_fp32=self._keep_fp32
-        )
+        return replace(self, machine=machine)
 
     def __call__(self, name: str, layouts: Sequence[Layout], training: Training) -> Assessment:
         layouts = [layout_of_unit(name, layout) for name, layout in zip(self.unit_names, layouts, strict=True)]
@@ -251,24 +253,15 @@ class Assessor:
             UnitPlan(unit.name, layout, self._flats_of(index, layout, training), unit.holds_units, unit.backward_reads)
             for index, (unit, layout) in enumerate(zip(self.subject.units, layouts, strict=True))
         ]
-        schedule = make_schedule(plans, range(len(plans)), self._budget_bytes)
+        schedule = make_schedule(plans, range(len(plans)), self.budget_bytes)
         num_played = min(training.num_micro_batches, MOST_PLAYED)
-        events = step_events(schedule, num_played, clips=self._clips, num_moments=training.num_moments)
+        events = step_events(schedule, num_played, clips=self.clips, num_moments=training.num_moments)
         works = self.subject.works(training)
         return Assessment(name, tuple(layouts), training, self.machine, schedule, events, works, self.subject.head_dim)
 
     def _flats_of(self, index: int, layout: Layout, training: Training) -> tuple[Flat, ...]:
         key = (self._alike[index], layout, training.precision, training.reduce)
         if key not in self._flats:
-            self._flats[key] = flats_of(
-                self.subject.units[index], layout, training.formats, self._axes, self._keep_fp32
-            )
+            unit, axes = self.subject.units[index], self.machine.cluster.axes
+            self._flats[key] = flats_of(unit, layout, training.formats, axes, self.keep_fp32)
         return self._flats[key]
-
-
-def _signature(unit: UnitSpec, keep_fp32: Sequence[str]) -> object:
-    kept = [bool(keep_fp32) and matches(param.sites[0].module, keep_fp32) for param in unit.params]
-    return tuple(
-        (param.shape, param.dtype, param.trainable, param.is_table, is_kept)
-        for param, is_kept in zip(unit.params, kept, strict=True)
-    )

@@ -38,9 +38,9 @@ def plan_as_json(plan: Plan | States, num_tokens: float | None = None) -> Json:
         rows = [_row(row) for row in plan.rows]
     else:
         # Settings that the user left open are marked.
-        if any(len(trainings) > 1 for trainings in plan.choice.trainings):
+        if any(len(trainings) > 1 for trainings in plan.choice):
             training["checkpointing"] = "auto"
-        if len(plan.choice.trainings) > 1:
+        if len(plan.choice) > 1:
             training |= {"micro_batch": None, "num_micro_batches": None}
         in_full = best or plan.found[0]
         rows = [_assessed(entry, plan, num_tokens, entry is in_full) for entry in plan.found]
@@ -228,14 +228,9 @@ def _values(entry: Assessment) -> Json:
         "copies": f"{formats.compute.itemsize} B a parameter"
         + (f", {each:.3g} B of one that is kept encoded" if encoded else ""),
         "losses": f"; {lost / 1e9:,.2g} GB of what encoding lost, which stay for the next" if lost else "",
-        "reduce_itemsize": formats.reduce.itemsize,
-        "compute_itemsize": formats.compute.itemsize,
-        "master_itemsize": formats.master.itemsize,
+        "training": training,
+        "formats": formats,
         "master": "" if formats.master == formats.compute else f"{formats.master.itemsize} B master + ",
-        "num_moments": training.num_moments,
-        "optimizer": training.optimizer,
-        "num_tokens": training.num_tokens,
-        "checkpointing": training.checkpointing,
         "two_units": ", of two units at a time" if layout.activations_on == "host" else "",
         "num_slots": len(schedule.slot_bytes),
         "row_slots": f"; {NUM_ROW_SLOTS} of its parameters encoded" if schedule.row_slot_bytes else "",

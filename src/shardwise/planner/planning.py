@@ -146,7 +146,7 @@ def plan_for(
     else:
         entries = list(presets(assess, choice, only_exact, has_disk))
         candidates = [entry for entry in entries if entry.is_exact]
-        if search and choice.engine == "shardwise":
+        if search and training.engine == "shardwise":
             more = list(mixtures(assess, {entry.name: entry for entry in candidates}, choice))
             more += offloads(assess, [*candidates, *more], choice, has_disk)
             entries, candidates = [*entries, *more], [*candidates, *more]

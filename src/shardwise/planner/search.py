@@ -9,7 +9,7 @@ needs no host memory: if that is short, too, a fraction may fit although none an
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 from operator import attrgetter
 
@@ -30,7 +30,7 @@ from ..core.layout import (
 from ..core.schedule.flat import kept_params
 from ..core.schedule.model import UnitSpec
 from .assess import Assessment, Assessor
-from .training import Checkpointing, EngineName, Training
+from .training import Checkpointing, Training
 
 # Checkpointing costs time, so the search takes the first mode that fits.
 MODES: tuple[Checkpointing, ...] = ("none", "selective", "full")
@@ -41,24 +41,15 @@ HOST_GAIN = 0.05
 TIE = 0.01
 
 
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """The trainings to try, in lists: from each list, a preset takes the first training that fits."""
-
-    trainings: tuple[tuple[Training, ...], ...]
-
-    @property
-    def engine(self) -> EngineName:
-        return self.trainings[0][0].engine
+# The trainings to try, in lists: from each list, a preset takes the first training that fits.
+Choice = tuple[tuple[Training, ...], ...]
 
 
 def choices(training: Training, modes: Sequence[Checkpointing], batches: Sequence[tuple[int, int]]) -> Choice:
     """Combine every batch (micro-batch size, micro-batches per step) with the list of modes."""
-    return Choice(
-        tuple(
-            tuple(replace(training, micro_batch=size, num_micro_batches=num, checkpointing=mode) for mode in modes)
-            for size, num in batches
-        )
+    return tuple(
+        tuple(replace(training, micro_batch=size, num_micro_batches=num, checkpointing=mode) for mode in modes)
+        for size, num in batches
     )
 
 
@@ -67,7 +58,7 @@ def assess_best(assess: Assessor, name: str, layouts: Sequence[Layout], choice: 
     fitting: list[Assessment] = []
     others: list[Assessment] = []
     before = 0
-    for trainings in choice.trainings:
+    for trainings in choice:
         for training in trainings:
             found = assess(name, layouts, training)
             (fitting if found.fits else others).append(found)
@@ -85,7 +76,7 @@ def presets(assess: Assessor, choice: Choice, only_exact: bool = False, has_disk
     for name, layout in PRESETS.items():
         if only_exact and not layout.is_exact:
             continue
-        if (choice.engine == "fsdp2" and name not in FSDP2_HAS) or (layout.uses_disk and not has_disk):
+        if (choice[0][0].engine == "fsdp2" and name not in FSDP2_HAS) or (layout.uses_disk and not has_disk):
             continue
         yield assess_best(assess, name, [layout] * len(assess.unit_names), choice)
 
@@ -112,7 +103,7 @@ def mixtures(assess: Assessor, found: Mapping[str, Assessment], choice: Choice) 
 
 def same_batch(choice: Choice, training: Training) -> tuple[Training, ...]:
     """Return the trainings that differ from this one in checkpointing only."""
-    return next(trainings for trainings in choice.trainings if training in trainings)
+    return next(trainings for trainings in choice if training in trainings)
 
 
 def has_room(entry: Assessment) -> bool:
@@ -166,7 +157,7 @@ def strategy_of(found: Assessment) -> Strategy:
 def asked(assess: Assessor, strategy: Strategy, choice: Choice) -> Assessment:
     """Assess the strategy that the user named."""
     layouts = layouts_for(strategy, assess.unit_names)
-    if choice.engine == "fsdp2" and not {layout.name for layout in layouts} <= set(FSDP2_HAS):
+    if choice[0][0].engine == "fsdp2" and not {layout.name for layout in layouts} <= set(FSDP2_HAS):
         raise ConfigurationError(f"strategy {strategy!r} with engine 'fsdp2', which has {', '.join(FSDP2_HAS)} alone")
     name = strategy if isinstance(strategy, str) else layouts[0].name if len(set(layouts)) == 1 else "mixed"
     return assess_best(assess, name, layouts, choice)

@@ -35,7 +35,7 @@ from ..planner import planning as planner
 from ..planner.assess import Assessment, Assessor
 from ..planner.plan_json import at
 from ..planner.planning import plan_for
-from ..planner.search import MODES, Choice
+from ..planner.search import MODES
 from ..planner.training import Training
 from .run_folder import OOM_FILES
 from .run_plan import RunPlan
@@ -399,9 +399,7 @@ def _changes(planned: RunPlan) -> Iterator[tuple[str, Assessment]]:
                 changed = assess(moved.name, [moved] * len(entry.layouts), entry.training)
                 yield f"{offload_flag(moved)}{instead}", changed
     # The fastest other strategy that fits; if none does, the one that needs least.
-    plan = plan_for(
-        Assessor(assess.subject, assess.machine), entry.training, Choice(((entry.training,),)), only_exact=True
-    )
+    plan = plan_for(Assessor(assess.subject, assess.machine), entry.training, ((entry.training,),), only_exact=True)
     other = plan.recommended or min(plan.found, key=lambda found: found.needed_bytes)
     if other.layouts != entry.layouts:
         is_preset = len(set(other.layouts)) == 1

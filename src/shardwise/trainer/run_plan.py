@@ -28,7 +28,6 @@ from ..planner.assess import Assessment, Assessor, Machine, Subject, Works
 from ..planner.events import step_events
 from ..planner.plan_json import plan_as_json
 from ..planner.planning import Plan
-from ..planner.search import Choice
 from ..planner.shapes.shape import ModelShape
 from ..planner.training import Training
 from ..planner.work.activations import works_of
@@ -206,7 +205,7 @@ def write_plan(folder: Path, planned: RunPlan, first_step: int) -> None:
     """Write the plan. `starts`: strategies and rank counts with the first step of each; the last is this plan's."""
     entry, assess = planned.entry, planned.assess
     why = planned.why or "it was asked for"
-    choice = Choice(((entry.training,),))
+    choice = ((entry.training,),)
     found = (entry, *planned.others)
     text = plan_as_json(Plan(assess.subject, assess.machine, entry.training, found, entry, why, assess, choice))
     text["strategies"][0] |= {"rests": dict(planned.rests), "off_device": dict(planned.off_device)}
