@@ -15,6 +15,7 @@ from typing import Any
 from ...base.documents import find
 from ...base.dtypes import dtype_of
 from ...base.errors import ConfigurationError, did_you_mean
+from ..hardware.links import quantity
 from .hf_config import shape_of_config
 from .shape import MOST_OF_A_SIZE, ModelShape, StatesOnly
 
@@ -144,8 +145,7 @@ def _value(text: str, key: str, value: str) -> Any:
 
 
 def _num_params(text: str, value: str) -> int:
-    found = re.fullmatch(r"(\d+(?:\.\d*)?(?:e\+?\d+)?)([kmbt]?)", value.replace("_", ""))
-    num_params = float(found[1]) * _SCALES[found[2]] if found else 0
+    num_params = quantity(value.replace("_", ""), _SCALES) or 0
     if not 1 <= num_params < 1e18:
         raise _refused(text, f"params={value}, but it must be a number like 7.5e9 or 7.5b")
     return round(num_params)
