@@ -87,18 +87,15 @@ class Layout:
         params = parse(self.params_as)
         if params.kind == "int4":
             raise ConfigurationError(
-                f"layout: params_as={self.params_as!r}: 16 values are too few for weights, which are computed with as "
-                "they arrive (gradients are summed, and their errors with them); use int8 or fp8"
+                f"layout: params_as={self.params_as!r}: 16 values are too few for weights; use int8 or fp8"
             )
         if params.has_feedback:
             raise ConfigurationError(
-                f"layout: params_as={self.params_as!r}: what is lost of a weight is not lost, the master has it; "
-                "feedback is for gradients"
+                f"layout: params_as={self.params_as!r}: masters are exact and have no error; feedback is for gradients"
             )
         if parse(self.grads_as).is_forward_only:
             raise ConfigurationError(
-                f"layout: grads_as={self.grads_as!r}: gradients are made by the backward, and no forward has any; "
-                "forward is for parameters"
+                f"layout: grads_as={self.grads_as!r}: a forward has no gradients; forward is for parameters"
             )
         if self.params_as != AS_IS and self.optimizer == "whole":
             raise ConfigurationError(
@@ -111,21 +108,17 @@ class Layout:
                 f"{self.optimizer!r}: the copy that a node shares stays on the device if it is encoded; leave "
                 "params_on='device', or split parameters as far as the optimizer"
             )
-        if params.is_forward_only:
-            self._refuse_one_gather(str(replace(params, is_forward_only=False)))
-
-    def _refuse_one_gather(self, in_both: str) -> None:
-        """Refuse an encoding for the forward only, unless parameters are gathered twice, each time from the masters."""
-        if self.gathered_until != "forward":
+        # An encoding for the forward only: parameters must be gathered twice, each time from the masters.
+        in_both = str(replace(params, is_forward_only=False))
+        if params.is_forward_only and self.gathered_until != "forward":
             raise ConfigurationError(
-                f"layout: params_as={self.params_as!r} with gathered_until={self.gathered_until!r}: what the forward "
-                f"was given is what the backward finds; write {in_both!r}, or drop parameters after the forward "
-                "(gathered_until='forward', as zero3 and hsdp do)"
+                f"layout: params_as={self.params_as!r} with gathered_until={self.gathered_until!r}: the backward uses "
+                f"the parameters of the forward; write {in_both!r}, or gathered_until='forward', as zero3 and hsdp do"
             )
-        if self.params != self.optimizer:
+        if params.is_forward_only and self.params != self.optimizer:
             raise ConfigurationError(
                 f"layout: params_as={self.params_as!r} with params={self.params!r} and optimizer={self.optimizer!r}: "
-                "the copy that a node shares rests as it came, encoded, and serves the backward too; write "
+                "the copy that a node shares stays encoded, and serves the backward too; write "
                 f"{in_both!r}, or split parameters as far as the optimizer"
             )
 

@@ -22,7 +22,7 @@ from ..core.layout import AUTO, Layout
 from ..core.mesh import Axes, device, num_local_ranks
 from ..core.schedule.model import UnitSpec
 from ..core.schedule.units import Units
-from ..core.wire.collectives import Channel, exchange, gather_seconds
+from ..core.wire.collectives import Channel, exchange, finish, start_all_gather
 from .assess import Assessor, Machine, Subject
 from .hardware.cluster import Cluster
 from .hardware.gpus import IDEAL, Efficiency, Gpu, Overheads, efficiency_of, gpu_named, gpu_of_device
@@ -179,8 +179,14 @@ def measured_links(world: Channel, axes: Axes) -> dict[str, Link]:
 def _gathered(world: Channel, num_bytes: int) -> tuple[float, float]:
     """Return the bytes that pass through a rank of the ring, and the seconds on the slowest rank."""
     num_bytes -= num_bytes % world.num_ranks
-    seconds = gather_seconds(world, torch.zeros(num_bytes, dtype=torch.uint8, device=device()), NUM_PROBES)
-    return num_bytes * (world.num_ranks - 1) / world.num_ranks, max(exchange(world, seconds))
+    buffer = torch.zeros(num_bytes, dtype=torch.uint8, device=device())
+    times = []
+    for _ in range(1 + NUM_PROBES):  # the first one warms up
+        begin_s = time.perf_counter()
+        finish(start_all_gather(world, buffer, "a first measurement"))
+        buffer[-1].item()  # until the device has it
+        times.append(time.perf_counter() - begin_s)
+    return num_bytes * (world.num_ranks - 1) / world.num_ranks, max(exchange(world, min(times[1:])))
 
 
 def _device_here(free_bytes: int, world: Channel) -> tuple[Gpu, Efficiency]:

@@ -11,7 +11,6 @@ one encoding for each hop, and no rank receives more than it needs. A sum that e
 gathered. `scratch` is memory for the rows in flight (`Flat.exchanged_bytes`), in use until the collective is finished.
 """
 
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -286,17 +285,6 @@ def _run(channel: Channel, kind: str, what: str, buffer: Tensor, start: Callable
         _fail(kind, channel, what, error)
     if work is not None:
         _wait(channel, work, buffer, kind, what)
-
-
-def gather_seconds(channel: Channel, buffer: Tensor, num_tries: int = 3) -> float:
-    """The shortest time of gathering `buffer` over the ranks; set-up only."""
-    times = []
-    for _ in range(1 + num_tries):
-        begin_s = time.perf_counter()
-        finish(start_all_gather(channel, buffer, "a first measurement"))
-        buffer[-1].item()  # until the device has it
-        times.append(time.perf_counter() - begin_s)
-    return min(times[1:])
 
 
 def _own_part(channel: Channel, buffer: Tensor) -> Tensor:

@@ -68,15 +68,12 @@ class Traffic:
     def __str__(self) -> str:
         if not self.rows and not self.moves:
             return "nothing moved"
-        lines = [f"{'axis':<10} {'collective':<15} {'dtype':<9} {'calls':>5} {'MB':>11}"]
-        for row in self.rows:
-            lines.append(
-                f"{row.axis:<10} {row.kind:<15} {row.dtype:<9} {row.num_calls:>5} {row.wire_bytes / 1e6:>11.3f}"
-            )
-        lines += [
-            f"{'':<10} {way.replace('_', ' '):<15} {'':<9} {'':>5} {n / 1e6:>11.3f}" for way, n in self.moves.items()
+        cells = [("axis", "collective", "dtype", "calls", "MB")]
+        cells += [
+            (row.axis, row.kind, row.dtype, str(row.num_calls), f"{row.wire_bytes / 1e6:.3f}") for row in self.rows
         ]
-        return "\n".join(lines)
+        cells += [("", way.replace("_", " "), "", "", f"{size / 1e6:.3f}") for way, size in self.moves.items()]
+        return "\n".join("{:<10} {:<15} {:<9} {:>5} {:>11}".format(*row) for row in cells)
 
 
 def add_up(calls: Iterable[Call]) -> Traffic:

@@ -267,19 +267,12 @@ class Watch:
         else:
             outside = [frame for frame in frames if not frame.filename.startswith((_OURS, _TORCH, "<"))]
             where = f"called from {_line(outside[0])}" if outside else ""
-        return State(
-            num_asked,
-            wait.doing,
-            wait.what,
-            time.monotonic() - wait.since_s,
-            wait.announced,
-            recent[-1][0] + 1 if recent else 0,
-            [(number, checksum_of(number, event), describe(event)) for number, event in recent],
-            where,
-            idle_s,
-            dead=[rank for rank, pid in self._neighbours.items() if not _is_alive(pid)],
-            stopped=[rank for rank, pid in self._neighbours.items() if state_of(pid) == "T"],
-        )
+        waited_s, passed = time.monotonic() - wait.since_s, recent[-1][0] + 1 if recent else 0
+        events = [(number, checksum_of(number, event), describe(event)) for number, event in recent]
+        dead = [rank for rank, pid in self._neighbours.items() if not _is_alive(pid)]
+        stopped = [rank for rank, pid in self._neighbours.items() if state_of(pid) == "T"]
+        place = (wait.doing, wait.what, waited_s, wait.announced, passed, events)
+        return State(num_asked, *place, where, idle_s, dead, stopped)
 
     def _idle_s(self, where: str) -> float:
         """Seconds that the main thread has been at one place without using a processor."""
