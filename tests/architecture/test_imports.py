@@ -89,7 +89,7 @@ def test_no_import_cycles() -> None:
 def test_the_engine_loads_base_and_core_alone() -> None:
     code = """
 import sys
-import shardwise.core.engine.runtime, shardwise.core.engine.hooks, shardwise.core.engine.casts
+import shardwise.core.engine.runtime, shardwise.core.engine.hooks, shardwise.core.engine.guards
 print(*(name for name in sys.modules if name.startswith("shardwise.")))
 """
     seen = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()

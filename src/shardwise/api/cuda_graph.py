@@ -49,7 +49,11 @@ class Replay:
             for status in statuses:
                 status.invalidate()
             self._gathers.start_first()
-            self._gather_frozen_anew()
+            # Gather frozen weights that were lost since: the recording expects them in place, and does not gather them.
+            for status, was_held in zip(statuses, self._held_at_first, strict=False):
+                is_frozen = any(not flat.trainable for flat in status.plan.flats)
+                if was_held and is_frozen and status.weights is Weights.SHARDED:
+                    self._gathers.start(status.index, "forward", needed_now=False)
             self._engine.join_lanes()
             self._lose_the_rest()
             self._begins_with = snapshot(statuses)
@@ -79,13 +83,6 @@ class Replay:
             is_rounded = any(flat.rounds_forwards and not flat.trainable for flat in plan.flats)
             if is_rounded and plan.backward_reads and not status.is_ready("backward"):
                 self._gathers.start(index, "backward", needed_now=False)
-
-    def _gather_frozen_anew(self) -> None:
-        """Gather frozen weights that were lost since: the recording expects them in place, and does not gather them."""
-        for status, was_held in zip(self._engine.statuses, self._held_at_first, strict=False):
-            is_frozen = any(not flat.trainable for flat in status.plan.flats)
-            if was_held and is_frozen and status.weights is Weights.SHARDED:
-                self._gathers.start(status.index, "forward", needed_now=False)
 
     def _lose_the_rest(self) -> None:
         """Make units SHARDED whose memory the step releases, and those in slots, except the first ones of a step."""
@@ -123,7 +120,13 @@ class CapturedStep:
         if self._graph is None:
             self._record(inputs)
         self._refuse_other_settings()
-        self._fill_inputs(inputs)
+        for index, (own, given) in enumerate(zip(self._inputs, inputs, strict=True)):
+            if own.shape != given.shape or own.dtype != given.dtype:
+                raise StateError(
+                    f"input {index} of the captured step is {tuple(given.shape)} {given.dtype}, and was recorded as "
+                    f"{tuple(own.shape)} {own.dtype}: a recording has constant shapes"
+                )
+            own.copy_(given, non_blocking=True)
         assert self._graph is not None
         self._graph.replay()
         self._replay.end()
@@ -146,15 +149,6 @@ class CapturedStep:
                 "printing a tensor), read the CPU, or leave out parameters"
             ) from error
         self._graph = graph
-
-    def _fill_inputs(self, inputs: tuple[Tensor, ...]) -> None:
-        for index, (own, given) in enumerate(zip(self._inputs, inputs, strict=True)):
-            if own.shape != given.shape or own.dtype != given.dtype:
-                raise StateError(
-                    f"input {index} of the captured step is {tuple(given.shape)} {given.dtype}, and was recorded as "
-                    f"{tuple(own.shape)} {own.dtype}: a recording has constant shapes"
-                )
-            own.copy_(given, non_blocking=True)
 
     def _refuse_other_settings(self) -> None:
         """Refuse changed hyper-parameters that are plain numbers: they were written into the recorded kernels."""

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from ..base.dtypes import FP32
 from ..base.errors import ConfigurationError, StateError
-from ..core.engine.casts import kept_patterns, refuse_idle_patterns
 from ..core.engine.guards import find_engine
 from ..core.engine.rank_agreement import Facts
 from ..core.layout import Layout, Strategy, layouts_for
@@ -34,6 +33,7 @@ from ..planner.planning import Plan
 from ..planner.search import moves_behind_auto
 from ..planner.training import Training
 from ..version import VERSION
+from .casts import kept_patterns, refuse_idle_patterns
 
 # Names of wrapper classes of torch and DeepSpeed that shard, gather or reduce by themselves.
 _WRAPPERS = ("DataParallel", "DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule", "DeepSpeedEngine")

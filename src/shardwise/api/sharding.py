@@ -15,7 +15,6 @@ from torch.nn.modules.batchnorm import SyncBatchNorm, _NormBase
 from ..base.dtypes import DTypeLike
 from ..base.errors import ConfigurationError
 from ..base.processes import memory_limit
-from ..core.engine.casts import install_casts
 from ..core.engine.direct_gradients import install_direct_gradients
 from ..core.engine.guards import engine_of, guard
 from ..core.engine.hooks import install_hooks, install_root_hooks
@@ -36,6 +35,7 @@ from ..planner.auto import Batch, machine_here
 from ..planner.planning import Plan
 from ..planner.search import moves_behind_auto
 from .building import build_units
+from .casts import install_casts
 from .full_weights import serve_save_pretrained
 from .preparation import Prepared, Request, prepare
 from .sharded_model import describe

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from ...base.dtypes import FP32
 from ...base.errors import StateError
-from .casts import explain
+from ..precision import Precision
 from .guards import engine_of
 from .nested_tensors import map_tensors, tensors_in
 from .runtime import Engine
@@ -103,7 +103,7 @@ class _UnitHooks:
         if self._kept_casts:
             torch.set_autocast_cache_enabled(self._kept_casts.pop())
         if output is None and self._engine.precision.compute != FP32:
-            explain(sys.exception(), self._engine.units[self._index].name, self._engine.precision)
+            _explain(sys.exception(), self._engine.units[self._index].name, self._engine.precision)
         if _is_recompute():
             return
         self._engine.activations.after(self._index)
@@ -238,3 +238,15 @@ def _is_recompute() -> bool:
 def _opaque(hook: Callable[..., Any]) -> Callable[..., Any]:
     """Keep torch.compile from tracing a hook; compiled code calls it."""
     return torch.compiler.disable(hook)
+
+
+def _explain(error: BaseException | None, unit_name: str, precision: Precision) -> None:
+    """Add advice to the error of a forward in 16 bits, if it is about dtypes that do not mix."""
+    words = str(error)
+    is_about_dtypes = any(word in words for word in ("dtype", "scalar type", "BFloat16", "Half", "Input type"))
+    if isinstance(error, RuntimeError) and is_about_dtypes and not getattr(error, "__notes__", None):
+        error.add_note(
+            f"unit {unit_name!r} computes in {precision.compute}, and its forward mixes that with another dtype, or "
+            "has no kernel for it: keep such modules in fp32 with sw.Precision(..., keep_fp32=(pattern, ...)), or use "
+            "precision='bf16-autocast', which casts operation by operation"
+        )

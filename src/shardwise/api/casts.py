@@ -23,12 +23,12 @@ from torch.nn.utils.parametrize import ParametrizationList
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
-from ...base.dtypes import FP16, FP32
-from ...base.errors import ConfigurationError, did_you_mean
-from ..precision import Precision
-from ..schedule.model import matches
-from ..unit.state import Unit
-from .nested_tensors import map_tensors
+from ..base.dtypes import FP16, FP32
+from ..base.errors import ConfigurationError, did_you_mean
+from ..core.engine.nested_tensors import map_tensors
+from ..core.precision import Precision
+from ..core.schedule.model import matches
+from ..core.unit.state import Unit
 
 # Layers of torch that take no other dtype than that of their weights. Others promote dtypes, and get no casts. Layers
 # are recognised by their forward: a subclass with a forward of its own may want its inputs unchanged.
@@ -170,15 +170,3 @@ def _run_under_autocast(module: nn.Module, device: str, dtype: torch.dtype) -> N
             return forward(*args, **kwargs)
 
     module.forward = under_autocast
-
-
-def explain(error: BaseException | None, unit_name: str, precision: Precision) -> None:
-    """Add advice to the error of a forward in 16 bits, if it is about dtypes that do not mix."""
-    words = str(error)
-    is_about_dtypes = any(word in words for word in ("dtype", "scalar type", "BFloat16", "Half", "Input type"))
-    if isinstance(error, RuntimeError) and is_about_dtypes and not getattr(error, "__notes__", None):
-        error.add_note(
-            f"unit {unit_name!r} computes in {precision.compute}, and its forward mixes that with another dtype, or "
-            "has no kernel for it: keep such modules in fp32 with sw.Precision(..., keep_fp32=(pattern, ...)), or use "
-            "precision='bf16-autocast', which casts operation by operation"
-        )
