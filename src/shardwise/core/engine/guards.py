@@ -26,18 +26,29 @@ _REFUSALS = {
     "zero_grad": "gradients of a part of a sharded model cannot be cleared alone: call optimizer.zero_grad()",
 }
 
+_NO_STATE_DICT = (
+    "model.state_dict() of a sharded model holds what this rank has, under most layouts a part: call "
+    "sw.full_state_dict(model) on every rank, use `with sw.whole(model):`, or write a checkpoint with "
+    "sw.save(path, model, optimizer); for Hugging Face models, model.save_pretrained(folder) on every rank"
+)
+_NO_LOADING = (
+    "model.load_state_dict() does not know about shards: call sw.load_full_state_dict(model, state_dict) on every "
+    "rank, use `with sw.whole(model, write=True):`, or read a checkpoint with sw.load(path, model)"
+)
+
 
 def guard(model: nn.Module, engine: Engine, zero_grad: Callable[..., None]) -> None:
     _watch_registrations()
     for module in model.modules():
-        if _is_bare(module):
+        # Nothing to guard: one activation function may serve many models, sharded or not.
+        if not (module._modules or module._parameters or module._buffers):
             continue
         module.__dict__[_KEY] = engine
         module.__dict__["_apply"] = partial(_refuse_change, module)
         for name, reason in _REFUSALS.items():
-            module.__dict__[name] = _refuser(reason)
-        module.register_state_dict_pre_hook(_refuse_state_dict)
-        module.register_load_state_dict_pre_hook(_refuse_load)
+            module.__dict__[name] = partial(_refuse, reason)
+        module.register_state_dict_pre_hook(partial(_refuse_outside_whole, _NO_STATE_DICT))
+        module.register_load_state_dict_pre_hook(partial(_refuse_outside_whole, _NO_LOADING))
     model.__dict__["zero_grad"] = zero_grad
 
 
@@ -96,11 +107,6 @@ def own_state_dict(model: nn.Module, engine: Engine) -> dict[str, Any]:
         engine.whole_modules = set()
 
 
-def _is_bare(module: nn.Module) -> bool:
-    """True if a module has nothing to guard: one activation function may serve many models, sharded or not."""
-    return not (module._modules or module._parameters or module._buffers)
-
-
 def _refuse_change(module: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
     """Replace `_apply`: refuse a cast or move, unless it changes nothing (models cast and move their own parts)."""
     where = engine_of(module).mesh.device
@@ -125,25 +131,10 @@ def _changes(fn: Callable[[Tensor], Tensor], dtype: torch.dtype, device: torch.d
     return not same or (probe.device.type == "cpu" and probe.is_shared()) or not bool((probe == 1).all())
 
 
-def _refuser(reason: str) -> Callable[..., NoReturn]:
-    def refuse(*args: Any, **kwargs: Any) -> NoReturn:
+def _refuse(reason: str, *args: Any, **kwargs: Any) -> NoReturn:
+    raise StateError(reason)
+
+
+def _refuse_outside_whole(reason: str, module: nn.Module, *args: Any) -> None:
+    if id(module) not in engine_of(module).whole_modules:
         raise StateError(reason)
-
-    return refuse
-
-
-def _refuse_state_dict(module: nn.Module, *args: Any) -> None:
-    if id(module) not in engine_of(module).whole_modules:
-        raise StateError(
-            "model.state_dict() of a sharded model holds what this rank has, under most layouts a part: call "
-            "sw.full_state_dict(model) on every rank, use `with sw.whole(model):`, or write a checkpoint with "
-            "sw.save(path, model, optimizer); for Hugging Face models, model.save_pretrained(folder) on every rank"
-        )
-
-
-def _refuse_load(module: nn.Module, *args: Any) -> None:
-    if id(module) not in engine_of(module).whole_modules:
-        raise StateError(
-            "model.load_state_dict() does not know about shards: call sw.load_full_state_dict(model, state_dict) on "
-            "every rank, use `with sw.whole(model, write=True):`, or read a checkpoint with sw.load(path, model)"
-        )
