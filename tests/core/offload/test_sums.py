@@ -55,6 +55,6 @@ def test_c_has_the_same_sums(library: CDLL | None, num_pages: int) -> None:
     content = bytearray(random.Random(num_pages).randbytes(PAGE * num_pages))
     with TemporaryFile() as file, memoryview(content) as view:
         expected = checksums(view)
-        assert checked_io(library).write(file.fileno(), view, PAGE) == expected
+        assert checked_io(library)[0](file.fileno(), view, PAGE) == expected
         view[:] = bytes(len(view))
-        assert checked_io(library).read(file.fileno(), view, PAGE) == expected == checksums(view)
+        assert checked_io(library)[1](file.fileno(), view, PAGE) == expected == checksums(view)

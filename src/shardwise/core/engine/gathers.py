@@ -218,7 +218,7 @@ class Gathers:
         if gather.row_slot is not None:
             self._row_slots.append(gather.row_slot)
         if gather.staged is not None:
-            self._host.give_back_staged(gather.staged, partial(host_waits_for, gather.queued))
+            self._host.staging.give_back(gather.staged, wait=partial(host_waits_for, gather.queued))
         self.statuses[index].finish_gather()
         self._units[index].stamp(self.statuses[index].version)
 
@@ -295,7 +295,7 @@ class Gathers:
         self._masters_version = self._version_of_masters()
         for index in units:
             self.statuses[index].invalidate()
-        self._host.forget_staged()
+        self._host.staging.forget()
 
     def count_update(self, units: Iterable[int]) -> None:
         self.num_updates += 1

@@ -8,7 +8,7 @@ operations do the work.
 
 import ctypes
 import math
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -241,26 +241,22 @@ def update_with_torch(update: AdamUpdate) -> None:
 
 
 def _update_chunk(update: AdamUpdate, part: slice) -> None:
-    settings, exp_avg, exp_avg_sq = update.settings, update.exp_avg, update.exp_avg_sq
+    exp_avg, exp_avg_sq = update.exp_avg, update.exp_avg_sq
     assert isinstance(exp_avg, Tensor)
     assert isinstance(exp_avg_sq, Tensor)
+    settings = asdict(update.settings)
+    step, decoupled = torch.tensor(float(settings.pop("step") - 1)), settings.pop("decoupled")
     adam(
         [update.master[part]],
         [(update.grad[part] * update.grad_scale).float()],
         [exp_avg[part]],
         [exp_avg_sq[part]],
         [],
-        [torch.tensor(float(settings.step - 1))],
+        [step],
         foreach=False,
-        fused=settings.fused,
         amsgrad=False,
-        beta1=settings.beta1,
-        beta2=settings.beta2,
-        lr=settings.lr,
-        weight_decay=settings.weight_decay,
-        eps=settings.eps,
-        maximize=settings.maximize,
-        decoupled_weight_decay=settings.decoupled,
+        decoupled_weight_decay=decoupled,
+        **settings,
     )
 
 

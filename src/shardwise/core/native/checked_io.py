@@ -12,7 +12,6 @@ words of a page differ. It does not protect against deliberate changes.
 
 import ctypes
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
 
@@ -30,24 +29,19 @@ CHECK_BYTES = 1 << 20
 Transfer = Callable[[int, memoryview, int], list[int]]
 
 
-@dataclass(frozen=True, slots=True)
-class CheckedIO:
-    write: Transfer
-    read: Transfer
-
-
 class _Factors(ctypes.Structure):
     _fields_ = struct_fields(c_void_p="of_words of_pages", c_int64="block_pages")
 
 
-def checked_io(library: ctypes.CDLL | None) -> CheckedIO:
+def checked_io(library: ctypes.CDLL | None) -> tuple[Transfer, Transfer]:
+    """The functions that write and read."""
     if library is None:
-        return CheckedIO(_write, _read)
+        return _write, _read
     # Computed before threads need them: `cache` may compute a value twice and keep one, and C may hold the other.
     factors()
     write, read = library.shardwise_write_blocks, library.shardwise_read_blocks
     write.restype = read.restype = ctypes.c_int64
-    return CheckedIO(partial(_run_in_c, write, _write), partial(_run_in_c, read, _read))
+    return partial(_run_in_c, write, _write), partial(_run_in_c, read, _read)
 
 
 def _write(file: int, memory: memoryview, offset: int) -> list[int]:

@@ -159,7 +159,7 @@ class Disk:
         self._lock = threading.Lock()
         self._failures: list[StoreError] = []
         self._file = reserve(folder, self.reserved_bytes)
-        self._io = checked_io(library)
+        self._write_blocks, self._read_blocks = checked_io(library)
         self._bounces: SimpleQueue[memoryview] = SimpleQueue()
         for _ in range(2 * _NUM_THREADS):
             self._bounces.put(memoryview(mmap.mmap(-1, CHECK_BYTES)))  # takes no memory until it is used
@@ -278,10 +278,10 @@ class Disk:
             self._bounces.put(bounce)
 
     def _write(self, region: Region, start: int, memory: memoryview) -> None:
-        region.sums[_blocks(start, memory)] = self._io.write(self._file, memory, region.offset + start)
+        region.sums[_blocks(start, memory)] = self._write_blocks(self._file, memory, region.offset + start)
 
     def _read(self, region: Region, start: int, memory: memoryview) -> None:
-        sums = self._io.read(self._file, memory, region.offset + start)
+        sums = self._read_blocks(self._file, memory, region.offset + start)
         for number, (read, written) in enumerate(zip(sums, region.sums[_blocks(start, memory)], strict=True)):
             if read != written:
                 begin, end = region.block_around(start + number * CHECK_BYTES)

@@ -136,7 +136,7 @@ class HostMemory:
         self.arena = Arena(self.size.host, pin=pin)
         # Not all windows are read ahead: the disk should have something to write at the same time.
         self.windows = ReadAhead(self._buffers(NUM_WINDOWS, self.size.windows, "a window"), NUM_WINDOWS - 2)
-        self._staging = ReadAhead(self._buffers(NUM_STAGED, self.size.staged, "staging"), NUM_STAGED)
+        self.staging = ReadAhead(self._buffers(NUM_STAGED, self.size.staged, "staging"), NUM_STAGED)
 
     def _buffers(self, num: int, total_bytes: int, what: str) -> list[Tensor]:
         return [self.arena.take(total_bytes // num, torch.uint8, what) for _ in range(num if total_bytes else 0)]
@@ -170,20 +170,14 @@ class HostMemory:
 
     def ask_staged(self, wanted: Sequence["OffloadedState"]) -> bool:
         """Start to read these flats of a unit; False if there is no room for them now."""
-        return self._staging.ask(tuple(wanted), partial(_read_staged, wanted))
+        return self.staging.ask(tuple(wanted), partial(_read_staged, wanted))
 
     def take_staged(self, wanted: Sequence["OffloadedState"]) -> tuple[Tensor, dict[Flat, Tensor]]:
         """The memory with a unit's parameters, to be given back when the device has read it, and each flat's part."""
-        place = self._staging.take(tuple(wanted), partial(_read_staged, wanted))
+        place = self.staging.take(tuple(wanted), partial(_read_staged, wanted))
         views = {state.flat: view for state, view in _staged_views(wanted, place)}
         self.moves.add("read", sum(view.nbytes for view in views.values()))
         return place, views
-
-    def give_back_staged(self, place: Tensor, wait: Callable[[], None]) -> None:
-        self._staging.give_back(place, wait=wait)
-
-    def forget_staged(self) -> None:
-        self._staging.forget()
 
 
 class Rows:
