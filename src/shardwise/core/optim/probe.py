@@ -86,15 +86,13 @@ def state_tensor_names(optimizer: torch.optim.Optimizer) -> tuple[str, ...]:
             with torch.random.fork_rng(devices=[]):
                 trial = _train(optimizer, [group], [[ones]], [[[ones]]])
         except Exception as error:
-            name = type(optimizer).__name__
             raise ConfigurationError(
-                f"optimizer {name} fails on a trial step, so the host cannot update with it ({error}): leave the "
-                "optimizer on the device, or use an elementwise one such as AdamW"
+                f"optimizer {type(optimizer).__name__} fails on a trial step, so the host cannot update with it "
+                f"({error}): leave the optimizer on the device, or use an elementwise one such as AdamW"
             ) from error
         for state in trial.state.values():
-            names |= {
-                key: None for key, value in state.items() if isinstance(value, Tensor) and value.shape == ones.shape
-            }
+            tensors = {key: value for key, value in state.items() if isinstance(value, Tensor)}
+            names |= {key: None for key, value in tensors.items() if value.shape == ones.shape}
     return tuple(names)
 
 
@@ -114,11 +112,10 @@ def num_moments(optimizer: torch.optim.Optimizer | None, precision: Precision) -
 
 def refuse_unless_rows(optimizer: torch.optim.Optimizer) -> None:
     """Refuse an optimizer whose state cannot be on disk: it must come to the optimizer part by part."""
-    name = type(optimizer).__name__
     if not type(optimizer).__module__.startswith("torch.optim."):
         raise ConfigurationError(
-            f"optimizer {name} keeps its state in its own way, which cannot rest on disk: put it on the host "
-            "(optimizer=host), or use one of torch's, such as AdamW"
+            f"optimizer {type(optimizer).__name__} keeps its state in its own way, which cannot rest on disk: put it "
+            "on the host (optimizer=host), or use one of torch's, such as AdamW"
         )
 
 
@@ -154,14 +151,13 @@ def _train(
 def _trial(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]], params: list[list[nn.Parameter]]) -> Any:
     trial = shadow_of(optimizer)
     trial.__dict__.update(_optimizer_step_pre_hooks=OrderedDict(), _optimizer_step_post_hooks=OrderedDict())
-    trial.param_groups = [
-        {**deepcopy({key: value for key, value in group.items() if key != "params"}), "params": row}
-        for group, row in zip(groups, params, strict=True)
-    ]
-    for group, made, row in zip(groups, trial.param_groups, params, strict=True):
+    trial.param_groups = []
+    for group, row in zip(groups, params, strict=True):
+        made = deepcopy({key: value for key, value in group.items() if key != "params"})
         if "lr" in group:
             # A warm-up may have set it to zero, and then every optimizer looks elementwise.
             made["lr"] = 0.01
+        trial.param_groups.append({**made, "params": row})
         first = next(iter(group["params"]), None)
         if first is not None and first in optimizer.state:
             for param in row:
