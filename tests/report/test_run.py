@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 
 from shardwise.base.errors import ConfigurationError
-from shardwise.report.comparison import text
-from shardwise.report.run import read_run
+from shardwise.report.run import read_run, text
 from tests.report.runs import OPTIMIZER, PARAMS, TOKENS, evaluation, make_run, moved, row, small_plan, trained
 
 

@@ -19,8 +19,7 @@ def report(
     html: Path | None = None,
     as_json: bool = False,
 ) -> None:
-    from ..report.comparison import text
-    from ..report.run import read_run
+    from ..report.run import read_run, text
 
     run, plan = read_run(folder)
     say(*(json.dumps(run, indent=1) if as_json else text(run)).split("\n"))

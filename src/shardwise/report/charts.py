@@ -1,66 +1,88 @@
-"""SVG charts as text: memory bars, plain bars, and the loss curve, with everything escaped.
+"""The geometry of charts: memory bars, the loss curve, and one step over time. `charts.svg.j2` draws them.
 
 A chart has no fixed width. Shapes are in an inner drawing of 1000 x 1000 that is stretched to the available size; text
 is in the outer one, positioned in percent, so that its size is the same on a phone and on a desk. Each bar is a drawing
-of its own, so that names and numbers are text of the page and wrap like it.
+of its own, so that names and numbers are text of the page and wrap like it. The step has memory at every instant and
+below it, on the same time axis, what each lane does. Spans that would be narrower than a line are merged, so that the
+files stay small for steps of many micro-batches.
 """
 
+import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from html import escape
 from typing import NamedTuple
 
 from ..base.text import size
-from .plan_facts import CLASSES, RESERVE, Json, at_peak, interval, needed, reserve, text_of
+from .plan_facts import (
+    CLASSES,
+    CONTEXT,
+    SEGMENTS,
+    Plan,
+    Strategy,
+    amount,
+    listed,
+    mapping,
+    rows,
+    seconds,
+    stacked,
+    text_of,
+)
 
 STRETCHED = 1000
+# Bars that are longer than this many GPUs are cut, so that those near the limit can be distinguished.
+MOST_GPUS = 1.5
+# A GPU that is this many times larger than the longest bar is not drawn: everything else would be too small to see.
+FAR = 4
+MOST_POINTS = 800
+MOST_INSTANTS = 600
+FINEST = 1 / 2500  # fraction of the step: spans of a lane that are closer than this are merged
+WHOLE = 0.9  # fraction of the step: a shorter drawing leaves out micro-batches
+ZOOMS = (1, 4, 16)
+HEADROOM = 1.1
+FILLED = 0.95  # fraction of a span's width; the gap separates it from the next
+PASSES = ("forward", "backward")
+LANES = {
+    "compute": "compute",
+    "gather": "gather",
+    "reduce": "reduce",
+    "copy": "copy to and from the host",
+    "host": "host",
+    "disk": "disk",
+}
 
 
-def element(name: str, *content: str, **attributes: object) -> str:
-    """`content` is SVG already; attributes are escaped. `class_` and `font_size` lose their underscores."""
-    words = "".join(f' {key.rstrip("_").replace("_", "-")}="{_value(value)}"' for key, value in attributes.items())
-    return f"<{name}{words}>{''.join(content)}</{name}>" if content else f"<{name}{words}/>"
+class Mark(NamedTuple):
+    """A word on an axis, at a share of the width in percent."""
+
+    words: str
+    share: float
+    class_: str = ""
+    zoom: int = 1  # the axis is this many times wider than the page
+
+    @property
+    def anchor(self) -> str:
+        left, right = self.share * self.zoom, (100 - self.share) * self.zoom
+        return "start" if left < 3 else "end" if right < 5 else "middle"
 
 
-def _value(value: object) -> str:
-    return f"{value:.5g}" if isinstance(value, float) else escape(str(value))
+class Box(NamedTuple):
+    """A rectangle of full height, with a tooltip."""
+
+    left: float
+    width: float
+    class_: str
+    about: str
+    num_bytes: int = 0
 
 
-def title(text: str) -> str:
-    """Return a tooltip, which screen readers also read aloud."""
-    return element("title", escape(text))
-
-
-def text(words: str, **attributes: object) -> str:
-    return element("text", escape(words), **attributes)
-
-
-def stretched(shapes: Iterable[str], **attributes: object) -> str:
-    """Put shapes into a drawing of 1000 x 1000 that is stretched to the available size."""
-    box = f"0 0 {STRETCHED} {STRETCHED}"
-    return element("svg", "".join(shapes), viewBox=box, preserveAspectRatio="none", **attributes)
-
-
-def rect(left: float, top: float, width: float, height: float, **attributes: object) -> str:
-    return element("rect", x=left, y=top, width=width, height=height, **attributes)
-
-
-def rect_about(about: str, left: float, top: float, width: float, height: float, **attributes: object) -> str:
-    """Draw a rectangle with a tooltip."""
-    return element("rect", title(about), x=left, y=top, width=width, height=height, **attributes)
-
-
-def path(points: Iterable[tuple[float, float]], is_closed: bool = False, **attributes: object) -> str:
-    words = "L".join(f"{x:.2f} {y:.2f}" for x, y in points)
-    return element("path", d=f"M{words}{'Z' if is_closed else ''}", **attributes)
+def path(points: Iterable[tuple[float, float]]) -> str:
+    return "M" + "L".join(f"{x:.2f} {y:.2f}" for x, y in points)
 
 
 def unit_for(num_bytes: float) -> tuple[str, float]:
     """Return the unit for the labels of an axis up to `num_bytes`, and its size."""
-    return next(
-        ((unit, factor) for unit, factor in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6)) if num_bytes >= factor),
-        ("kB", 1e3),
-    )
+    return next(((unit, factor) for unit, factor in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6)) if num_bytes >= factor),
+                ("kB", 1e3))  # fmt: skip
 
 
 def ticks(most: float, about: int = 5) -> list[float]:
@@ -70,13 +92,10 @@ def ticks(most: float, about: int = 5) -> list[float]:
     exact = most / about
     power = 10.0 ** math.floor(math.log10(exact))
     step = next(factor * power for factor in (1, 2, 2.5, 5, 10) if factor * power >= exact * 0.999)
-    return [at * step for at in range(math.floor(most / step * 1.000001) + 1)]
+    return [index * step for index in range(math.floor(most / step * 1.000001) + 1)]
 
 
-# Bars that are longer than this many GPUs are cut, so that those near the limit can be distinguished.
-MOST_GPUS = 1.5
-# A GPU that is this many times larger than the longest bar is not drawn: everything else would be too small to see.
-FAR = 4
+# --- bars
 
 
 class Scale(NamedTuple):
@@ -88,85 +107,39 @@ class Scale(NamedTuple):
     def at(self, num_bytes: float) -> float:
         return STRETCHED * num_bytes / self.full
 
+    def segments(self, strategy: Strategy) -> Iterator[Box]:
+        below = 0.0
+        for name, num_bytes in strategy.segments.items():
+            left, right = self.at(below), min(self.at(below + num_bytes), STRETCHED)
+            if right > left:
+                yield Box(left, right - left, f"c-{name}", f"{SEGMENTS[name]}: {size(num_bytes)}", int(num_bytes))
+            below += num_bytes
 
-def scale_of(strategies: Iterable[Json], limit: float | None) -> Scale:
-    longest = max([*(max(needed(row), (interval(row) or (0, 0))[1]) for row in strategies), 1.0])
-    if limit is None:
+    def whisker(self, strategy: Strategy) -> str:
+        """The interval of what is needed; empty if it is not known or the bar is cut."""
+        if not strategy.interval or strategy.needed > self.full:
+            return ""
+        low, high = (min(self.at(edge), STRETCHED) for edge in strategy.interval)
+        return f"M{low:.1f} 500H{high:.1f}M{low:.1f} 330V670M{high:.1f} 330V670"
+
+    @property
+    def axis(self) -> list[Mark]:
+        """Ticks under the bars; the GPU's size has a label of its own above them."""
+        unit, factor = unit_for(self.full)
+        values = ticks(self.full / factor, 4)
+        return [Mark(f"{value:g}{'' if value else f' {unit}'}", self.at(value * factor) / 10) for value in values]
+
+
+def scale_of(plan: Plan) -> Scale:
+    longest = max([*(max(row.needed, (row.interval or (0, 0))[1]) for row in plan.strategies), 1.0])
+    if plan.limit is None:
         return Scale(longest * 1.02, None)
-    return Scale(
-        longest * 1.25 if is_far(limit, longest) else min(max(longest, limit), MOST_GPUS * limit) * 1.02, limit
-    )
+    is_far = plan.limit > FAR * longest
+    full = longest * 1.25 if is_far else min(max(longest, plan.limit), MOST_GPUS * plan.limit) * 1.02
+    return Scale(full, plan.limit)
 
 
-def is_far(limit: float, longest: float) -> bool:
-    return limit > FAR * longest
-
-
-def memory_bar(strategy: Json, scale: Scale) -> str:
-    shapes = list(_segments(strategy, scale))
-    between = interval(strategy)
-    if between and needed(strategy) <= scale.full:
-        low, high = (min(scale.at(edge), STRETCHED) for edge in between)
-        about = title(f"needed: between {size(between[0])} and {size(between[1])}")
-        whisker = f"M{low:.1f} 500H{high:.1f}M{low:.1f} 330V670M{high:.1f} 330V670"
-        shapes.append(element("g", about, element("path", class_="halo", d=whisker), element("path", d=whisker)))
-    if scale.limit and scale.limit <= scale.full:
-        edge = scale.at(scale.limit)
-        shapes.append(element("path", title(f"GPU: {size(scale.limit)}"), class_="limit", d=f"M{edge:.1f} -180V1180"))
-    if needed(strategy) > scale.full:
-        # A torn edge shows that the bar continues.
-        shapes.append(element("path", class_="torn", d="M984 -10L994 250L984 500L994 750L984 1010H1001V-10Z"))
-    parts = ", ".join(f"{CLASSES[name]} {size(value)}" for name, value in at_peak(strategy).items())
-    label = f"{text_of(strategy.get('name'))}: {size(needed(strategy))}: {parts}"
-    return stretched(shapes, class_="bar", role="img", aria_label=label)
-
-
-def _segments(strategy: Json, scale: Scale) -> Iterator[str]:
-    parts = at_peak(strategy) | {RESERVE: reserve(strategy)}
-    below = 0.0
-    for name, num_bytes in parts.items():
-        left, right = scale.at(below), min(scale.at(below + num_bytes), STRETCHED)
-        if right > left:
-            about = f"{CLASSES.get(name, 'held by the allocator')}: {size(num_bytes)}"
-            yield rect_about(about, left, 0, right - left, STRETCHED, class_=f"c-{name}", data_bytes=int(num_bytes))
-        below += num_bytes
-
-
-def memory_axis(scale: Scale) -> str:
-    """Draw ticks under the bars; the GPU's size has a label of its own above them."""
-    marks = []
-    unit, factor = unit_for(scale.full)
-    for value in ticks(scale.full / factor, 4):
-        share = 100 * value * factor / scale.full
-        words = f"{value:g}{f' {unit}' if value == 0 else ''}"
-        marks.append(text(words, x=f"{share:.2f}%", y=13, text_anchor=_anchor(share)))
-    return element("svg", *marks, class_="axis", aria_hidden="true")
-
-
-def limit_word(scale: Scale, words: str) -> str:
-    """Label the GPU's size; at the edge, with an arrow, if it is further to the right."""
-    share = min(scale.at(scale.limit or 0) / 10, 100.0)
-    words += " \u2192" if share == 100 else ""
-    return element(
-        "svg",
-        text(words, class_="limit-word", x=f"{share:.2f}%", y=13, text_anchor="end" if share > 50 else "start"),
-        class_="axis",
-        aria_hidden="true",
-    )
-
-
-def plain_bar(value: float, most: float, class_: str, about: str) -> str:
-    """Draw a bar for one number; its length is relative to the largest one."""
-    width = STRETCHED * value / most if most > 0 else 0.0
-    shapes = [rect(0, 0, STRETCHED, STRETCHED, class_="track"), rect(0, 0, width, STRETCHED, class_=class_)]
-    return stretched(shapes, class_="bar thin", role="img", aria_label=about)
-
-
-def _anchor(share: float) -> str:
-    return "start" if share < 3 else "end" if share > 97 else "middle"
-
-
-MOST_POINTS = 800
+# --- the loss
 
 
 class Point(NamedTuple):
@@ -181,7 +154,7 @@ class Curve(NamedTuple):
 
 
 def draw(curve: Curve) -> dict[str, object]:
-    """Return the drawing, and the positions of its horizontal lines."""
+    """Return paths, dots, and the positions of horizontal lines in percent."""
     points = [*curve.train, *curve.evaluation, *(point for given_up in curve.left for point in given_up)]
     most_steps = max([point.step for point in points], default=0) or 1
     low, high = min(point.loss for point in points), max(point.loss for point in points)
@@ -193,29 +166,22 @@ def draw(curve: Curve) -> dict[str, object]:
 
     first = ticks(top - bottom, 4)
     step = first[1] - first[0] if len(first) > 1 else 1.0
-    values = [at * step for at in range(math.ceil(bottom / step), math.ceil(top / step))]
+    values = [index * step for index in range(math.ceil(bottom / step), math.ceil(top / step))]
     lines = {place(Point(0, value))[1] / 10: f"{value:.4g}" for value in values}
-    shapes = [element("path", class_="grid", d=f"M0 {10 * at:.1f}H1000") for at in lines]
-    shapes += [path(map(place, thinned(given_up)), class_="left") for given_up in curve.left if given_up]
+    paths = [("left", path(map(place, thinned(given_up)))) for given_up in curve.left if given_up]
     if len(curve.train) > 1:
-        shapes.append(path(map(place, thinned(curve.train)), class_="train"))
-    rings = []
-    for point in curve.train if len(curve.train) == 1 else ():
-        rings.append(_mark(place(point), "dot", f"step {point.step:,}: loss {point.loss:.4f}"))
-    for point in thinned(curve.evaluation):
-        rings.append(_mark(place(point), "ring", f"step {point.step:,}: evaluation loss {point.loss:.4f}"))
-    marks = []
-    for value in ticks(most_steps, 4):
-        share = 100 * value / most_steps
-        anchor = "start" if share < 2 else "end" if share > 96 else "middle"
-        words = "step 0" if value == 0 else f"{value:,.0f}"
-        if value == int(value):
-            marks.append(text(words, x=f"{share:.2f}%", y=14, text_anchor=anchor))
-    about = _about(curve)
+        paths.append(("train", path(map(place, thinned(curve.train)))))
+    dots = [("dot", "loss", point) for point in curve.train if len(curve.train) == 1]
+    dots += [("ring", "evaluation loss", point) for point in thinned(curve.evaluation)]
+    steps = [value for value in ticks(most_steps, 4) if value == int(value)]
     return {
-        "drawing": element("svg", stretched(shapes), *rings, class_="curve", role="img", aria_label=about),
-        "axis": element("svg", *marks, class_="axis", aria_hidden="true"),
+        "paths": paths,
+        "dots": [
+            (class_, *place(point), f"step {point.step:,}: {kind} {point.loss:.4f}") for class_, kind, point in dots
+        ],
+        "axis": [Mark(f"{value:,.0f}" if value else "step 0", 100 * value / most_steps) for value in steps],
         "lines": lines,
+        "label": _about(curve),
     }
 
 
@@ -223,16 +189,9 @@ def thinned(points: Sequence[Point]) -> Sequence[Point]:
     """Average neighbours if there are more points than can be distinguished."""
     if len(points) <= MOST_POINTS:
         return points
-    found = []
-    for at in range(MOST_POINTS):
-        part = points[len(points) * at // MOST_POINTS : len(points) * (at + 1) // MOST_POINTS]
-        found.append(Point(part[-1].step, sum(point.loss for point in part) / len(part)))
-    return found
-
-
-def _mark(place: tuple[float, float], class_: str, about: str) -> str:
-    x, y = (f"{value / 10:.2f}%" for value in place)
-    return element("circle", title(about), class_=class_, cx=x, cy=y, r=5)
+    edges = [len(points) * index // MOST_POINTS for index in range(MOST_POINTS + 1)]
+    parts = [points[first:last] for first, last in itertools.pairwise(edges)]
+    return [Point(part[-1].step, sum(point.loss for point in part) / len(part)) for part in parts]
 
 
 def _about(curve: Curve) -> str:
@@ -243,3 +202,157 @@ def _about(curve: Curve) -> str:
     if curve.evaluation:
         words += f"; evaluation {curve.evaluation[-1].loss:.4f} at step {curve.evaluation[-1].step:,}"
     return words
+
+
+# --- one step
+
+
+class Instant(NamedTuple):
+    name: str
+    at_s: float
+    held: dict[str, float]
+
+    @property
+    def total(self) -> float:
+        return sum(self.held.values())
+
+    def __str__(self) -> str:
+        return f"{self.name}, at {seconds(self.at_s)}: {size(self.total)}\n{listed(self.held)}"
+
+
+class Span(NamedTuple):
+    name: str
+    begin_s: float
+    end_s: float
+    num: int = 1
+
+
+class Lane(NamedTuple):
+    name: str
+    busy_s: float
+    share: float  # of the step
+    boxes: Sequence[Box]
+    label: str
+
+
+def instants_of(strategy: Strategy) -> list[Instant]:
+    """Return the instants in their order."""
+    found: list[Instant] = []
+    at_s = 0.0
+    for row in rows(strategy.row.get("instants")):
+        at_s = max(at_s, amount(row, "at_s"))
+        found.append(Instant(text_of(row.get("name")), at_s, stacked({**mapping(row.get("bytes")), CONTEXT: 0})))
+    return found
+
+
+def duration_of(strategy: Strategy, instants: Sequence[Instant]) -> float:
+    """Duration of the drawn part: shorter than the step where equal micro-batches in its middle are left out."""
+    ends = [amount(span, "end_s") for span in rows(strategy.row.get("timeline"))]
+    drawn = max([*ends, *(instant.at_s for instant in instants)], default=0.0)
+    step_s = strategy.amount("step_seconds")
+    return drawn if 0 < drawn < WHOLE * step_s else max(drawn, step_s)
+
+
+def memory_over_time(instants: Sequence[Instant], full_s: float, limit: float | None) -> dict[str, object]:
+    """Return areas and tooltips, the positions of horizontal lines in percent, and the instant of the peak."""
+    peak = max(instants, key=lambda instant: instant.total)
+    shown = _fullest(instants, full_s)
+    if limit and limit > FAR * peak.total:
+        limit = None
+    top = HEADROOM * max(peak.total, limit or 0.0, 1.0)
+
+    def y(value: float) -> float:
+        return STRETCHED * (1 - value / top)
+
+    begins = [STRETCHED * instant.at_s / full_s for instant in shown]
+    edges = list(zip(begins, [*begins[1:], STRETCHED], strict=True))
+    areas, below = {}, [0.0] * len(shown)
+    for name in CLASSES:
+        above = [floor + instant.held.get(name, 0.0) for floor, instant in zip(below, shown, strict=True)]
+        if above != below:
+            upper, lower = (
+                [(x, y(value)) for value, pair in zip(border, edges, strict=True) for x in pair]
+                for border in (above, below)
+            )
+            areas[name] = f"{path([*upper, *reversed(lower)])}Z"
+        below = above
+    unit, factor = unit_for(top)
+    lines = {y(value * factor) / 10: f"{value:g} {unit}" for value in ticks(top / factor, 4)[1:]}
+    return {
+        "areas": areas,
+        "lines": lines,
+        "limit": limit and y(limit) / 10,
+        "boxes": [
+            Box(left, max(right - left, 0.1), "hover", str(instant))
+            for (left, right), instant in zip(edges, shown, strict=True)
+        ],
+        "peak": peak,
+        "share": 100 * peak.at_s / full_s,
+        "height": y(peak.total) / 10,
+    }
+
+
+def _fullest(instants: Sequence[Instant], full_s: float) -> list[Instant]:
+    """Keep the instant with the most memory of those that share a column."""
+    if len(instants) <= MOST_INSTANTS:
+        return list(instants)
+    fullest: dict[int, Instant] = {}
+    for instant in instants:
+        place = int(MOST_INSTANTS * instant.at_s / full_s)
+        if place not in fullest or instant.total > fullest[place].total:
+            fullest[place] = instant
+    return list(fullest.values())
+
+
+def lanes_of(strategy: Strategy, full_s: float) -> list[Lane]:
+    spans: dict[str, list[Span]] = {}
+    for row in rows(strategy.row.get("timeline")):
+        begin, end = amount(row, "begin_s"), amount(row, "end_s")
+        if end > begin:
+            spans.setdefault(text_of(row.get("lane")), []).append(Span(text_of(row.get("name")), begin, end))
+    order = [*LANES, *(name for name in spans if name not in LANES)]
+    return [_lane(name, sorted(spans[name], key=lambda span: span.begin_s), full_s) for name in order if name in spans]
+
+
+def _lane(name: str, spans: list[Span], full_s: float) -> Lane:
+    busy_s, until = 0.0, 0.0
+    for span in spans:
+        busy_s += max(0.0, span.end_s - max(span.begin_s, until))
+        until = max(until, span.end_s)
+    boxes = []
+    for span in _merged(spans, full_s):
+        about = f"{span.name}\n{seconds(span.begin_s)} + {seconds(span.end_s - span.begin_s)}"
+        left, width = (STRETCHED * value / full_s for value in (span.begin_s, span.end_s - span.begin_s))
+        kind = span.name.partition(" ")[0]
+        classes = f"l-{name} {kind}" if kind in PASSES else f"l-{name}"
+        boxes.append(Box(left, width * FILLED, classes, about))
+    called = LANES.get(name, name)
+    label = f"{called}: busy {seconds(busy_s)} of {seconds(full_s)}, {len(spans):,} spans"
+    return Lane(called, busy_s, busy_s / full_s, boxes, label)
+
+
+def _merged(spans: list[Span], full_s: float) -> list[Span]:
+    """Merge neighbours that are too narrow to be seen."""
+    found: list[Span] = []
+    for span in spans:
+        last = found[-1] if found else None
+        if last is not None and span.end_s - last.begin_s < full_s * FINEST:
+            name = last.name if last.num > 1 else f"from {last.name} on"
+            found[-1] = Span(name, last.begin_s, max(last.end_s, span.end_s), last.num + 1)
+        else:
+            found.append(span)
+    return found
+
+
+def time_axis(full_s: float) -> list[Mark]:
+    """Return the marks for every zoom level; the page shows those of one."""
+    return [
+        Mark(_short(value), 100 * value / full_s, f"z{zoom}", zoom)
+        for zoom in ZOOMS
+        for value in ticks(full_s, 5 * zoom)
+    ]
+
+
+def _short(value: float) -> str:
+    """Format as seconds, or as milliseconds below one second."""
+    return "0" if value == 0 else f"{value:.4g} s" if value >= 1 else f"{value * 1e3:.4g} ms"

@@ -1,10 +1,16 @@
-"""Values of a plan, read with care: plans come from files, which may be old, partial or written by other programs.
+"""A plan as readers see it: numbers and words, read with care from JSON that may be old, partial or another program's.
 
 `CLASSES` is the order in which memory is stacked: state at the bottom, then communication buffers, then activations.
+Strategies with equal numbers are shown together: on one node, those that differ between nodes alone are equal.
 """
 
 import math
+import re
+from functools import cached_property
 from typing import Any
+
+from ..base.text import count, plural, size
+from ..planner.plan_json import at
 
 Json = dict[str, Any]
 
@@ -19,18 +25,14 @@ CLASSES = {
     "loss": "loss",
     CONTEXT: "CUDA and NCCL",
 }
-LARGEST = 1e24  # larger values are not valid amounts
 RESERVE = "reserve"  # memory that the allocator holds beyond the memory in use
-LANES = {
-    "compute": "compute",
-    "gather": "gather",
-    "reduce": "reduce",
-    "copy": "copy to and from the host",
-    "host": "host",
-    "disk": "disk",
-}
+SEGMENTS = {**CLASSES, RESERVE: "held by the allocator"}
+LARGEST = 1e24  # larger values are not valid amounts
 PLACES = {"host": "on the host", "disk": "on disk"}  # per node
 WIRES = {"intra_node": "inside a node", "inter_node": "between nodes", "pcie": "over PCIe", "disk": "to and from disk"}
+OF_STRATEGIES = ("micro_batch", "num_micro_batches", "checkpointing")  # may differ between strategies
+# "needs 98.1 GB on each H100-80GB, which has 84.9 GB"; the number is a group of its own.
+_NEEDS = re.compile(r"(needs )([\d,.]+)( GB .*)")
 
 
 def number(value: object) -> float | None:
@@ -60,94 +62,6 @@ def text_of(value: object) -> str:
     return "".join(char if char.isprintable() else "?" for char in str("" if value is None else value).strip())
 
 
-def strategies(plan: Json) -> list[Json]:
-    """Return strategies: the recommended one, then those that fit (fastest first), then those that nearly fit."""
-
-    def rank(strategy: Json) -> tuple[bool, bool, float]:
-        fits = bool(strategy.get("fits"))
-        cost = number(strategy.get("step_seconds")) if fits else needed(strategy)
-        return strategy is not best, not fits, math.inf if cost is None else cost
-
-    best = recommended(plan)
-    return sorted(rows(plan.get("strategies")), key=rank)
-
-
-def recommended(plan: Json) -> Json | None:
-    name = plan.get("recommended")
-    return next((row for row in rows(plan.get("strategies")) if name and row.get("name") == name), None)
-
-
-def gpu_bytes(plan: Json) -> float | None:
-    cluster = mapping(plan.get("cluster"))
-    return number(mapping(cluster.get("gpu")).get("memory_bytes")) or number(cluster.get("gpu_memory_bytes"))
-
-
-def device_word(plan: Json) -> str:
-    """Return the word for the device of a rank: a GPU, or a share of the host."""
-    name = text_of(mapping(mapping(plan.get("cluster")).get("gpu")).get("name"))
-    return "rank" if name.lower().startswith("cpu") else "GPU"
-
-
-def stacked(num_bytes: Json) -> dict[str, float]:
-    """Bytes by class, from the bottom to the top; classes that hold nothing are left out."""
-    found = {name: amount(num_bytes, name) for name in CLASSES}
-    return {name: value for name, value in found.items() if value > 0}
-
-
-def at_peak(strategy: Json) -> dict[str, float]:
-    """Bytes by class at the peak, and the context. If the instant of the peak is unknown, the maximum of each class."""
-    held = mapping(strategy.get("per_gpu_bytes"))
-    return stacked({**(mapping(mapping(strategy.get("peak")).get("bytes")) or held), CONTEXT: held.get(CONTEXT)})
-
-
-def reserve(strategy: Json) -> float:
-    """Memory that the allocator holds beyond the peak in use, without the context."""
-    in_use = sum(value for name, value in at_peak(strategy).items() if name != CONTEXT)
-    return max(0.0, amount(strategy, "per_gpu_bytes", "peak_reserved") - in_use)
-
-
-def needed(strategy: Json) -> float:
-    """Memory that a GPU must have: all classes at the peak, the context and the allocator's reserve."""
-    return sum(at_peak(strategy).values()) + reserve(strategy)
-
-
-def interval(strategy: Json) -> tuple[float, float] | None:
-    """Lower and upper estimate of `needed`; they differ by the allocator's reserve."""
-    held = mapping(strategy.get("per_gpu_bytes"))
-    low, high = number(held.get("peak_reserved_low")), number(held.get("peak_reserved_high"))
-    if low is None or high is None or high <= low:
-        return None
-    return low + amount(held, CONTEXT), high + amount(held, CONTEXT)
-
-
-def is_tight(plan: Json, strategy: Json) -> bool:
-    """Return True if the strategy fits as expected, but not with the upper estimate of the reserve."""
-    if isinstance(strategy.get("tight"), bool):
-        return bool(strategy["tight"])
-    limit, between = gpu_bytes(plan), interval(strategy)
-    return bool(strategy.get("fits")) and limit is not None and between is not None and between[1] > limit
-
-
-def is_exact(strategy: Json) -> bool:
-    """Return True if no collective is quantised."""
-    return strategy.get("exact") is not False
-
-
-def mfu(plan: Json, strategy: Json) -> float | None:
-    """Model FLOP utilisation; None for a CPU, whose peak is unknown."""
-    return None if device_word(plan) == "rank" else number(strategy.get("mfu"))
-
-
-def uses(plan: Json, *names: str) -> bool:
-    """Return True if any strategy has a value above 0 there."""
-    return any(amount(strategy, *names) > 0 for strategy in rows(plan.get("strategies")))
-
-
-def world_size(plan: Json) -> int:
-    cluster = mapping(plan.get("cluster"))
-    return int(amount(cluster, "num_nodes") * amount(cluster, "node_size"))
-
-
 def gigabytes(num_bytes: float) -> str:
     value = num_bytes / 1e9
     return f"{value:,.0f}" if value >= 99.95 else f"{value:.1f}" if value >= 0.05 else f"{value:.2g}"
@@ -165,3 +79,302 @@ def whole(value: float | None) -> str:
 
 def percent(value: float | None) -> str:
     return "-" if value is None else f"{value:.1%}"
+
+
+def stacked(num_bytes: Json) -> dict[str, float]:
+    """Bytes by class, from the bottom to the top; classes that hold nothing are left out."""
+    found = {name: amount(num_bytes, name) for name in CLASSES}
+    return {name: value for name, value in found.items() if value > 0}
+
+
+def listed(held: dict[str, float]) -> str:
+    return ", ".join(f"{CLASSES[name]} {size(value)}" for name, value in held.items())
+
+
+def _joined(*words: str) -> str:
+    return ", ".join(word for word in words if word)
+
+
+class Strategy:
+    """A strategy of a plan. `title` names those with the same numbers too, which are not shown again."""
+
+    def __init__(self, row: Json, plan: "Plan") -> None:
+        self.row, self.plan = row, plan
+        self.name = self.title = text_of(row.get("name"))
+        self.fits = bool(row.get("fits"))
+        self.is_exact = row.get("exact") is not False  # no collective is quantised
+        self.held = mapping(row.get("per_gpu_bytes"))
+        self.step_s, self.speed = number(row.get("step_seconds")), number(row.get("tokens_per_second_per_gpu"))
+        # A CPU has no MFU: its peak is unknown.
+        self.mfu = None if plan.device == "rank" else number(row.get("mfu"))
+
+    def amount(self, *names: str) -> float:
+        return amount(self.row, *names)
+
+    @cached_property
+    def at_peak(self) -> dict[str, float]:
+        """Bytes by class at the peak, and the context. If the instant of the peak is unknown, the maximum of each."""
+        at_once = mapping(mapping(self.row.get("peak")).get("bytes")) or self.held
+        return stacked({**at_once, CONTEXT: self.held.get(CONTEXT)})
+
+    @cached_property
+    def segments(self) -> dict[str, float]:
+        """`at_peak` and the memory that the allocator holds beyond the peak in use, without the context."""
+        in_use = sum(value for name, value in self.at_peak.items() if name != CONTEXT)
+        return {**self.at_peak, RESERVE: max(0.0, amount(self.held, "peak_reserved") - in_use)}
+
+    @cached_property
+    def needed(self) -> float:
+        """Memory that a GPU must have: all classes at the peak, the context and the allocator's reserve."""
+        return sum(self.segments.values())
+
+    @cached_property
+    def interval(self) -> tuple[float, float] | None:
+        """Lower and upper estimate of `needed`; they differ by the allocator's reserve."""
+        low, high = (number(self.held.get(f"peak_reserved_{end}")) for end in ("low", "high"))
+        if low is None or high is None or high <= low:
+            return None
+        return low + amount(self.held, CONTEXT), high + amount(self.held, CONTEXT)
+
+    @cached_property
+    def is_tight(self) -> bool:
+        """True if the strategy fits as expected, but not with the upper estimate of the reserve."""
+        if isinstance(self.row.get("tight"), bool):
+            return bool(self.row["tight"])
+        limit = self.plan.limit
+        return self.fits and limit is not None and self.interval is not None and self.interval[1] > limit
+
+    @property
+    def offloaded(self) -> str:
+        """The memory that the strategy needs on host and disk, in words."""
+        found = {place: self.amount(f"{place}_bytes") for place in PLACES}
+        return _joined(*(f"{size(num_bytes)} {PLACES[place]}" for place, num_bytes in found.items() if num_bytes))
+
+    @cached_property
+    def batch(self) -> str:
+        """The batch in words: each strategy may have its own micro-batch and checkpointing."""
+        micro, num = int(self.amount("micro_batch")), int(self.amount("num_micro_batches"))
+        checkpointing = self.row.get("checkpointing")
+        return _joined(
+            f"micro-batch {micro}" if micro else "",
+            f"{num} of them a step" if num > 1 else "",
+            f"{text_of(checkpointing)} checkpointing" if checkpointing not in (None, "", "none") else "",
+        )
+
+    @property
+    def micro(self) -> str:
+        """The micro-batches in short: mb 4 x 2."""
+        micro, num = int(self.amount("micro_batch")), int(self.amount("num_micro_batches"))
+        return (f"mb {micro}" + (f" x {num}" if num > 1 else "")) if micro else ""
+
+    @property
+    def layout(self) -> str:
+        """The value for `--strategy`: a name, or a mapping from patterns to layouts with ranges of numbers."""
+        layout = self.row.get("strategy", self.row.get("layout"))
+        if not isinstance(layout, dict):
+            return text_of(layout)
+        patterns: dict[str, list[str]] = {}
+        for pattern, value in layout.items():
+            patterns.setdefault(text_of(value), []).append(text_of(pattern))
+        return "; ".join(f"{', '.join(_ranges(names))}: {value}" for value, names in patterns.items())
+
+    @cached_property
+    def days(self) -> str:
+        days = number(self.row.get("days"))
+        if days is None:
+            return ""
+        return f"{days:,.0f}" if days >= 9.95 else f"{days:.1f}" if days >= 0.095 else f"{days:.1g}"
+
+    @property
+    def peak(self) -> str:
+        """The peak in words: its instant and the memory classes there, the largest first, without small ones."""
+        peak = mapping(self.row.get("peak"))
+        held = stacked(mapping(peak.get("bytes")))
+        total = sum(held.values())
+        parts = sorted((pair for pair in held.items() if pair[1] >= total / 200), key=lambda pair: -pair[1])
+        when = at(text_of(peak.get("instant")))
+        return f"peak {size(total)} at {when}: {listed(dict(parts))}" if held else text_of(peak.get("text"))
+
+    @property
+    def numbers(self) -> object:
+        """Everything that is shown of the strategy except its name."""
+        figures = [
+            *(self.at_peak.get(name, 0.0) for name in CLASSES),
+            *(self.interval or (0, 0)),
+            *(self.amount("traffic_bytes", name) for name in WIRES),
+            *map(self.amount, ("host_bytes", "disk_bytes", "step_seconds", "tokens_per_second_per_gpu")),
+            self.needed,
+        ]
+        words = [text_of(self.row.get(name)) for name in ("fits", "exact", "why_not", "nearest")]
+        return (*(f"{figure:.4g}" for figure in figures), *words, self.is_tight, self.batch)
+
+
+class Plan:
+    """A plan. `strategies` are in order: the recommended one, then those that fit, fastest first, then the nearest."""
+
+    def __init__(self, plan: Json) -> None:
+        self.json, self.cluster = plan, mapping(plan.get("cluster"))
+        gpu, name = mapping(self.cluster.get("gpu")), plan.get("recommended")
+        self.limit = number(gpu.get("memory_bytes")) or number(self.cluster.get("gpu_memory_bytes"))
+        # The device of a rank is a GPU, or a share of the host.
+        self.device = "rank" if text_of(gpu.get("name")).lower().startswith("cpu") else "GPU"
+        self.num_nodes, self.node_size = (int(amount(self.cluster, key)) for key in ("num_nodes", "node_size"))
+        self.world_size = int(amount(self.cluster, "num_nodes") * amount(self.cluster, "node_size"))
+        found = [Strategy(row, self) for row in rows(plan.get("strategies"))]
+        self.best = next((strategy for strategy in found if name and strategy.row.get("name") == name), None)
+        self.strategies = sorted(found, key=self._rank)
+
+    def _rank(self, strategy: Strategy) -> tuple[bool, bool, float]:
+        cost = strategy.step_s if strategy.fits else strategy.needed
+        return strategy is not self.best, not strategy.fits, math.inf if cost is None else cost
+
+    def uses(self, *names: str) -> bool:
+        """True if any strategy has a value above 0 there."""
+        return any(strategy.amount(*names) > 0 for strategy in self.strategies)
+
+    @property
+    def chosen(self) -> Strategy | None:
+        """The recommended strategy, or the only one."""
+        return self.best or (self.strategies[0] if len(self.strategies) == 1 else None)
+
+    @cached_property
+    def shown(self) -> list[Strategy]:
+        """One strategy of each group with equal numbers; its title names the others."""
+        found: dict[object, list[Strategy]] = {}
+        for strategy in self.strategies:
+            found.setdefault(strategy.numbers, []).append(strategy)
+        for first, *others in found.values():
+            first.title = first.name + (f" ({', '.join(other.name for other in others)})" if others else "")
+        return [group[0] for group in found.values()]
+
+    @property
+    def reason(self) -> str:
+        """Why the strategy is recommended; the text before it gives its name."""
+        why, name = text_of(self.json.get("why")), text_of(self.json.get("recommended"))
+        return f"it {why.removeprefix(name).lstrip()}" if name and why.startswith(f"{name} ") else why
+
+    @property
+    def verdict(self) -> str:
+        """The recommended strategy and the reason, in a sentence."""
+        if self.best is not None:
+            days = f"; {self.best.days} days in all" if self.best.days else ""
+            return f"Take {self.best.name}" + (f": {self.reason}{days}" if self.reason else f"{days}.")
+        if not self.strategies:
+            return "Nothing was planned."
+        nearest, *others = self.strategies
+        # A plan of a single strategy may recommend none although it fits.
+        says = "fits" if nearest.fits else "does not fit"
+        return self.reason or ("Nothing fits." if others else f"{nearest.name} {says}.")
+
+    @property
+    def model_words(self) -> str:
+        model = mapping(self.json.get("model"))
+        num_params = number(model.get("num_params"))
+        return _joined(text_of(model.get("name")), f"{count(num_params)} parameters" if num_params else "")
+
+    @property
+    def cluster_words(self) -> str:
+        gpu = text_of(mapping(self.cluster.get("gpu")).get("name") or self.cluster.get("gpu_name")) or "GPU"
+        if not self.num_nodes or not self.node_size:
+            return ""
+        nodes = f" ({plural(self.num_nodes, 'node')} x {self.node_size})" if self.num_nodes > 1 else ""
+        return f"{self.num_nodes * self.node_size:,} x {gpu}{nodes}"
+
+    @property
+    def machine_words(self) -> str:
+        """The GPU's memory and the links."""
+        inside, between = (amount(self.cluster, name, "gigabytes_per_s") for name in ("intra", "inter"))
+        network = text_of(self.cluster.get("network"))
+        has_inside, has_between = (amount(self.cluster, name) > 1 for name in ("node_size", "num_nodes"))
+        places = {place: amount(self.cluster, f"{place}_bytes") for place in PLACES if self.uses(f"{place}_bytes")}
+        return _joined(
+            f"{size(self.limit)} ({self.limit / 2**30:,.1f} GiB) a {self.device}" if self.limit else "",
+            f"{inside:.3g} GB/s in a node" if inside and has_inside else "",
+            f"{between:.3g} GB/s between nodes{f' ({network})' if network else ''}" if between and has_between else "",
+            *(f"{size(num_bytes)} {PLACES[place]}" for place, num_bytes in places.items() if num_bytes),
+        )
+
+    @property
+    def training_words(self) -> str:
+        training = mapping(self.json.get("training"))
+        lora = mapping(training.get("lora"))
+        return _joined(
+            f"{int(amount(training, 'seq')):,} tokens a sample" if amount(training, "seq") else "",
+            text_of(training.get("precision")),
+            text_of(training.get("optimizer")),
+            f"LoRA of rank {int(amount(lora, 'r'))}" if lora else "",
+            "compiled" if training.get("compile") else "",
+            f"{text_of(training.get('loss'))} loss" if training.get("loss") else "",
+        )
+
+    @property
+    def conditions(self) -> dict[str, list[tuple[str, str]]]:
+        """Names and values of the model, the training and the machine, by topic."""
+        training = mapping(self.json.get("training"))
+        topics = {
+            "model": self.json.get("model"),
+            "training": {name: value for name, value in training.items() if name not in OF_STRATEGIES},
+            "cluster": {name: value for name, value in self.cluster.items() if name != "gpu"},
+            "GPU": self.cluster.get("gpu"),
+        }
+        found = {
+            topic: [
+                (name.replace("_", " "), _worded(name, value))
+                for name, value in mapping(values).items()
+                if value not in (None, "")
+            ]
+            for topic, values in topics.items()
+        }
+        return {topic: pairs for topic, pairs in found.items() if pairs}
+
+    @property
+    def refusals(self) -> list[tuple[str, str, str]]:
+        """Names, reason and nearest change; strategies whose reasons differ only in the number share a row."""
+        found: dict[tuple[str, str, str], list[tuple[str, str]]] = {}
+        for strategy in self.strategies:
+            if not strategy.fits:
+                why = text_of(strategy.row.get("why_not"))
+                begin, amount_of, end = parts.groups() if (parts := _NEEDS.fullmatch(why)) else (why, "", "")
+                key = begin, end, text_of(strategy.row.get("nearest"))
+                found.setdefault(key, []).append((strategy.name, amount_of))
+        refused = []
+        for (begin, end, nearest), each in found.items():
+            first, last = each[0][1], each[-1][1]  # strategies are sorted by need
+            span = first if first == last else f"{first} to {last}"
+            refused.append((", ".join(name for name, _ in each), f"{begin}{span}{end}", nearest))
+        return refused
+
+
+def _ranges(names: list[str]) -> list[str]:
+    """Shorten blocks.2, blocks.3, blocks.4, head to blocks.2-4, head."""
+    found: list[tuple[str, int, int]] = []
+    for name in names:
+        stem, _, last = name.rpartition(".")
+        place = int(last) if stem and last.isdecimal() and len(last) < 9 else -1
+        if place > 0 and found and found[-1][0] == stem and found[-1][2] == place - 1:
+            found[-1] = (stem, found[-1][1], place)
+        else:
+            found.append((stem, place, place) if place >= 0 else (name, -1, -1))
+    return [
+        stem if first < 0 else f"{stem}.{first}" + (f"-{last}" if last > first else "") for stem, first, last in found
+    ]
+
+
+def _worded(name: str, value: object) -> str:
+    if isinstance(value, dict) and "gigabytes_per_s" in value:
+        return f"{amount(value, 'gigabytes_per_s'):g} GB/s, {amount(value, 'latency_us'):g} us"
+    if isinstance(value, dict):
+        return ", ".join(
+            f"{key.replace('_', ' ')} {_worded(key, inner)}" for key, inner in value.items() if inner is not None
+        )
+    if isinstance(value, list | tuple):
+        return ", ".join(text_of(item) for item in value)
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if (known := number(value)) is None:
+        return text_of(value)
+    if name.endswith("flops"):
+        return f"{known / 1e12:,.4g} TFLOP/s"
+    if name.endswith(("bytes", "bytes_per_s")):
+        return size(known) + ("/s" if name.endswith("_per_s") else "")
+    return f"{known:,}" if isinstance(value, int) else f"{known:,.4g}"

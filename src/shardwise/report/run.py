@@ -1,10 +1,13 @@
-"""A run compared with its plan, from the files in its folder alone; the run may still be going on.
+"""A run compared with its plan, as a value, as text and as parts of the page. The run may still be going on.
 
-`metrics.jsonl` has the measurements, `plan.json` the prediction, `traffic.json` both for the bytes of a step. `notes`
-lists what is missing. There are no allocator statistics on a CPU: the memory of the whole process is shown instead.
+Everything comes from the files in its folder: `metrics.jsonl` has the measurements, `plan.json` the prediction,
+`traffic.json` both for the bytes of a step. `notes` lists what is missing. There are no allocator statistics on a CPU:
+the memory of the whole process is shown instead.
 """
 
 import math
+import textwrap
+from collections.abc import Iterator
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -12,10 +15,9 @@ from typing import Any, NamedTuple
 from ..base.documents import MOST_JSON_BYTES, parse
 from ..base.errors import ConfigurationError
 from ..base.files import read_regular
-from ..base.text import plural, size
-from .charts import Curve, Point
-from .descriptions import cluster_words
-from .plan_facts import Json, amount, mapping, mfu, number, rows, text_of, world_size
+from ..base.text import count, plural, size, terminal_width
+from .charts import Curve, Point, draw
+from .plan_facts import Json, Plan, Strategy, amount, mapping, number, percent, rows, seconds, text_of, whole
 
 PROCESS = "whole process"
 
@@ -81,7 +83,6 @@ def read_run(folder: Path) -> tuple[Json, Json | None]:
     if not steps:
         notes.append("No step is in metrics.jsonl yet: there is no loss, memory or time to show.")
     left = _rows_in(folder / LEFT, []) if (folder / LEFT).exists() else []
-    world = world_size(plan) if plan else 0
     *earlier, newest = _starts(steps, plan)
     earlier = [start for start in earlier if start.rows]
     notes += [_told(start) for start in earlier]
@@ -94,19 +95,19 @@ def read_run(folder: Path) -> tuple[Json, Json | None]:
         "step": int(amount(steps[-1], "step")) if steps else 0,
         "max_steps": number(config.get("max_steps")),
         "tokens": int(amount(steps[-1], "tokens")) if steps else 0,
-        "ranks": world,
+        "ranks": Plan(plan).world_size if plan else 0,
         "runs": text_of(rows(plan.get("strategies"))[0].get("name")) if plan else "",
-        "device": cluster_words(plan) if plan else "",
+        "device": Plan(plan).cluster_words if plan else "",
         "loss": _loss(steps),
         "eval_loss": evaluations[-1]["eval_loss"] if evaluations else None,
         "earlier": [
             {"name": start.name, "ranks": start.num_ranks, "first_step": start.first, "last_step": start.last}
-            | {"memory": memory_beside(start.rows, None), "time": _time(start.rows, steps, None, 0)}
+            | {"memory": memory_beside(start.rows, None), "time": _time(start.rows, steps)}
             for start in earlier
         ],
         "memory": memory_beside(newest.rows, plan),
-        "traffic": _traffic(folder / TRAFFIC, notes),
-        "time": _time(newest.rows, steps, plan, world),
+        "traffic": _traffic_in(folder / TRAFFIC, notes),
+        "time": _time(newest.rows, steps, plan),
         "curve": {
             "train": [[int(row["step"]), row["loss"]] for row in steps],
             "evaluation": [[int(row["step"]), row["eval_loss"]] for row in evaluations],
@@ -150,7 +151,7 @@ def _starts(steps: list[Json], plan: Json | None) -> list[_Start]:
 
 
 def _told(start: _Start) -> str:
-    time = _time(start.rows, start.rows, None, 0)
+    time = _time(start.rows, start.rows)
     peak = max((amount(row, "memory_peak") for row in start.rows), default=0)
     words = [f"{time['seen_tokens_per_s']:,.0f} tokens/s"] if "seen_tokens_per_s" in time else []
     words += [f"peak memory {size(peak)} a rank"] if peak else []
@@ -243,7 +244,7 @@ def _loss(steps: list[Json]) -> Json:
     }
 
 
-def _traffic(file: Path, notes: list[str]) -> list[Json]:
+def _traffic_in(file: Path, notes: list[str]) -> list[Json]:
     if not file.exists():
         notes.append("There is no traffic.json in this run's folder: what a step moved is not known.")
         return []
@@ -263,7 +264,7 @@ def _key(row: Json) -> tuple[str, str, str]:
     return text_of(row.get("axis")), text_of(row.get("kind")), text_of(row.get("dtype"))
 
 
-def _time(timed: list[Json], steps: list[Json], plan: Json | None, world: int) -> Json:
+def _time(timed: list[Json], steps: list[Json], plan: Json | None = None) -> Json:
     """Compare step times. The measured one is the median of all rows but the first, which holds the warm-up."""
     timed = timed[1:] or timed
     speeds, mfus = ([v for row in timed if (v := number(row.get(key))) is not None] for key in ("tokens_per_s", "mfu"))
@@ -276,10 +277,10 @@ def _time(timed: list[Json], steps: list[Json], plan: Json | None, world: int) -
     if mfus:
         found["seen_mfu"] = median(mfus)
     if plan:
-        strategy = rows(plan.get("strategies"))[0]
-        speed = number(strategy.get("tokens_per_second_per_gpu"))
-        found |= {"planned_step_s": number(strategy.get("step_seconds")), "planned_mfu": mfu(plan, strategy)}
-        found["planned_tokens_per_s"] = speed * world if speed is not None and world else None
+        planned = Plan(plan)
+        first = Strategy(rows(plan["strategies"])[0], planned)
+        all_ranks = first.speed * planned.world_size if first.speed is not None and planned.world_size else None
+        found |= {"planned_step_s": first.step_s, "planned_mfu": first.mfu, "planned_tokens_per_s": all_ranks}
     return found
 
 
@@ -289,3 +290,147 @@ def _tokens_per_step(steps: list[Json]) -> float | None:
     if len(known) < 2:
         return known[0]["tokens"] / known[0]["step"] if known and known[0]["step"] else None
     return (known[-1]["tokens"] - known[-2]["tokens"]) / (known[-1]["step"] - known[-2]["step"])
+
+
+TIMES = {"step_s": ("step", seconds), "tokens_per_s": ("tokens/s, all ranks", whole), "mfu": ("MFU", percent)}
+
+
+class Pair(NamedTuple):
+    """One predicted and measured quantity, as numbers and as text; None: unknown."""
+
+    name: str
+    planned: float | None
+    seen: float | None
+    words: tuple[str, str]
+
+    @property
+    def ratio(self) -> str:
+        return f"{self.seen / self.planned:.3f}" if self.planned and self.seen is not None else "-"
+
+
+def text(run: Json) -> str:
+    of = f" of {run['max_steps']:,.0f}" if run["max_steps"] else ""
+    lines = [f"{run['folder']}: {about(run)}", f"  step {run['step']:,}{of}, {count(run['tokens'])} tokens", ""]
+    if loss := mapping(run["loss"]):
+        evaluation = "" if run["eval_loss"] is None else f", evaluation {run['eval_loss']:.4f}"
+        lines += [f"  loss  {_first(loss)} -> {loss['last']:.4f}{evaluation}", ""]
+    table = [("memory of a rank", "planned", "seen", "ratio")] if run["memory"] else []
+    table += _cells(_memory(run))
+    if run["traffic"]:
+        table += [("traffic of a step and rank", "planned", "seen", "ratio"), *_cells(_traffic(run))]
+    if run["time"]:
+        table += [("time", "planned", "seen", "ratio"), *_cells(_times(run))]
+    if table:
+        widths = [max(len(row[at]) for row in table) for at in range(4)]
+        for name, *cells in table:
+            numbers = (f"{cell:>{width}}" for cell, width in zip(cells, widths[1:], strict=True))
+            lines.append("  ".join([f"  {name:<{widths[0]}}", *numbers]).rstrip())
+        lines += [""] if run["notes"] else []
+    for note in run["notes"]:
+        lines += textwrap.wrap(
+            note,
+            terminal_width(),
+            initial_indent="  ",
+            subsequent_indent="  ",
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
+    return "\n".join(lines).rstrip()
+
+
+def _first(loss: Json) -> str:
+    step = loss["first_step"]
+    return f"{loss['first']:.4f}" + (f" (step {step:,})" if step > 1 else "")
+
+
+def about(run: Json) -> str:
+    """Describe the run and its machine: tiny, ddp (auto) on 2 x cpu, fp32."""
+    asked, runs = text_of(run["strategy"]), run["runs"]
+    strategy = f"{runs} ({asked})" if runs and asked and asked != runs else runs or asked
+    where = f" on {run['device']}" if run["device"] else ""
+    words = (run["model"], f"{strategy}{where}", run["precision"])
+    return ", ".join(text_of(word) for word in words if word)
+
+
+def page_parts(run: Json) -> dict[str, Any]:
+    curve = curve_of(run)
+    conditions = [("folder", run["folder"]), *((key, run[key]) for key in ("model", "strategy", "precision"))]
+    return {
+        "about": about(run),
+        "tiles": list(_tiles(run)),
+        "chart": draw(curve) if curve.train or curve.evaluation else None,
+        "has_evaluations": bool(curve.evaluation),
+        "has_left": any(curve.left),
+        "memory": _with_bars(_memory(run)),
+        "traffic": _with_bars(_traffic(run)),
+        "time": _cells(_times(run)),
+        "conditions": [(name, text_of(value)) for name, value in conditions if value],
+        "notes": run["notes"],
+    }
+
+
+def _memory(run: Json) -> list[Pair]:
+    return [_sizes(row["class"], row["planned_bytes"], row["seen_bytes"]) for row in rows(run["memory"])]
+
+
+def _traffic(run: Json) -> list[Pair]:
+    return [
+        _sizes(f"{row['axis']} {row['kind'].replace('_', '-')} {row['dtype']}", row["planned_bytes"], row["seen_bytes"])
+        for row in rows(run["traffic"])
+    ]
+
+
+def _sizes(name: str, planned: float | None, seen: float | None) -> Pair:
+    first, second = ("-" if value is None else size(value) for value in (planned, seen))
+    return Pair(name, planned, seen, (first, second))
+
+
+def _times(run: Json) -> list[Pair]:
+    found = []
+    for key, (name, words) in TIMES.items():
+        planned, seen = (number(mapping(run["time"]).get(f"{side}_{key}")) for side in ("planned", "seen"))
+        if planned is not None or seen is not None:
+            found.append(Pair(name, planned, seen, (words(planned), words(seen))))
+    return found
+
+
+def _cells(pairs: list[Pair]) -> list[tuple[str, str, str, str]]:
+    return [(f"  {pair.name}", *pair.words, pair.ratio) for pair in pairs]
+
+
+def _with_bars(pairs: list[Pair]) -> list[dict[str, Any]]:
+    """Return rows with bars; the memory of a whole process is not on the same scale, and gets none."""
+    most = max((value or 0.0 for pair in pairs if pair.name != PROCESS for value in pair[1:3]), default=0.0)
+    return [
+        {
+            "name": pair.name,
+            "cells": pair.words,
+            "ratio": pair.ratio,
+            "most": most,
+            "bars": [
+                (kind, value or 0.0, words)
+                for kind, value, words in zip(("planned", "seen"), pair[1:3], pair.words, strict=True)
+                if pair.name != PROCESS
+            ],
+        }
+        for pair in pairs
+    ]
+
+
+def _tiles(run: Json) -> Iterator[tuple[str, str, str]]:
+    """Return the tiles of the page: name, figure, and a note below it."""
+    of = f" of {run['max_steps']:,.0f}" if run["max_steps"] else ""
+    yield "trained", f"{plural(run['step'], 'step')}{of}", f"{count(run['tokens'])} tokens"
+    if loss := mapping(run["loss"]):
+        evaluation = run["eval_loss"]
+        yield (
+            "loss",
+            f"{loss['last']:.4f}",
+            f"from {_first(loss)}" + ("" if evaluation is None else f", evaluation {evaluation:.4f}"),
+        )
+    speed = number(run["time"].get("seen_tokens_per_s"))
+    if speed is not None:
+        yield "speed", f"{speed:,.0f}", "tokens/s on all ranks"
+    for row in rows(run["memory"]):
+        if row["class"] in ("peak", PROCESS) and row["seen_bytes"] is not None:
+            yield "peak memory", size(row["seen_bytes"]), "of a rank" if row["class"] == "peak" else "of a process"

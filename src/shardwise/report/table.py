@@ -10,41 +10,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from ..base.text import size
-from .descriptions import (
-    batch_words,
-    cluster_words,
-    days_words,
-    differences,
-    grouped,
-    layout_words,
-    machine_words,
-    model_words,
-    peak_words,
-    reason,
-    refusals,
-    training_words,
-)
-from .plan_facts import (
-    Json,
-    amount,
-    device_word,
-    gigabytes,
-    gpu_bytes,
-    interval,
-    is_exact,
-    is_tight,
-    mfu,
-    needed,
-    number,
-    percent,
-    recommended,
-    rows,
-    seconds,
-    strategies,
-    text_of,
-    uses,
-    whole,
-)
+from .plan_facts import Json, Plan, Strategy, gigabytes, number, percent, rows, seconds, text_of, whole
 
 WIDTH = 100  # maximum width of sentences
 NARROWEST = 40
@@ -56,7 +22,7 @@ INTERVALS = " ("
 LEFT = ("strategy", "with", "fits", "of ")
 # If a row is too wide, columns are dropped in this order, and in between the intervals of memory. Host and disk are
 # dropped first, unless the recommended strategy needs them.
-AWAY = ("disk GB", "host GB")
+OFFLOADED = ("disk GB", "host GB")
 LEAST = ("GB in node", "between", INTERVALS, "of ", "MFU", "days", "tok/s/", "with")
 
 
@@ -66,7 +32,7 @@ class Line(NamedTuple):
 
 
 def table(plan: Json, width: int = PLAIN) -> str:
-    return "\n".join(line.text for line in _lines(plan, width))
+    return "\n".join(line.text for line in _lines(Plan(plan), width))
 
 
 def show(plan: Json) -> None:
@@ -75,7 +41,7 @@ def show(plan: Json) -> None:
     from rich.text import Text
 
     console = Console(highlight=False)
-    for line in _lines(plan, shutil.get_terminal_size((PLAIN, 0)).columns):
+    for line in _lines(Plan(plan), shutil.get_terminal_size((PLAIN, 0)).columns):
         if console.is_terminal:
             console.print(Text(line.text, style=line.style), soft_wrap=True)
         else:
@@ -84,10 +50,10 @@ def show(plan: Json) -> None:
 
 def explain(plan: Json) -> str:
     """The terms of the recommended strategy's memory: bytes, formula and source of each."""
-    terms, best = rows(plan.get("explain")), recommended(plan)
+    terms, best = rows(plan.get("explain")), Plan(plan).best
     if not terms:
         return "This plan explains no terms."
-    head = [f"Memory of {text_of(best['name'])}, term by term:", ""] if best is not None else []
+    head = [f"Memory of {best.name}, term by term:", ""] if best is not None else []
     width = max(len(text_of(term.get("term"))) for term in terms)
     lines = []
     for term in terms:
@@ -96,68 +62,46 @@ def explain(plan: Json) -> str:
         lines += _wrapped(text_of(term.get("formula")) or "-", first)
         if source := text_of(term.get("source")):
             lines += _wrapped(source, " " * (len(first) + 2))
-    peak = peak_words(best or {})
-    return "\n".join([*head, *lines, *(["", *_wrapped(f"At once: {peak}", "")] if peak else [])])
+    last = ["", *_wrapped(f"At once: {best.peak}", "")] if best is not None and best.peak else []
+    return "\n".join([*head, *lines, *last])
 
 
-def verdict(plan: Json) -> str:
-    """The recommended strategy and the reason, in a sentence."""
-    best, why = recommended(plan), reason(plan)
-    if best is not None:
-        days = f"; {days_words(best)} days in all" if days_words(best) else ""
-        return f"Take {text_of(best['name'])}" + (f": {why}{days}" if why else f"{days}.")
-    nearest = next(iter(strategies(plan)), None)
-    if nearest is None:
-        return "Nothing was planned."
-    # A plan of a single strategy may recommend none although it fits.
-    says = "fits" if nearest.get("fits") else "does not fit"
-    return why or (f"{text_of(nearest.get('name'))} {says}." if _is_alone(plan) else "Nothing fits.")
-
-
-def _is_alone(plan: Json) -> bool:
-    return len(rows(plan.get("strategies"))) == 1
-
-
-def _lines(plan: Json, width: int) -> Iterator[Line]:
+def _lines(plan: Plan, width: int) -> Iterator[Line]:
     wide = max(min(width, WIDTH), NARROWEST)
-    yield from (Line(text, "bold") for text in _wrapped(verdict(plan), "", wide))
-    conditions = [model_words(plan), cluster_words(plan), machine_words(plan), training_words(plan)]
+    yield from (Line(text, "bold") for text in _wrapped(plan.verdict, "", wide))
+    conditions = [plan.model_words, plan.cluster_words, plan.machine_words, plan.training_words]
     if any(conditions):
         yield Line("")
         yield from (Line(text) for text in _wrapped("; ".join(word for word in conditions if word), "  ", wide))
-    shown = strategies(plan)
-    if not shown:
+    if not plan.strategies:
         return
     yield Line("")
-    columns = _narrowed(_columns(plan, grouped(plan, shown)), width - 2, _least(plan))
+    best = plan.best
+    needs_host = best is not None and best.amount("host_bytes")
+    order = (*LEAST[:-2], *OFFLOADED, *LEAST[-2:]) if needs_host else (*OFFLOADED, *LEAST)
+    columns = _narrowed(_columns(plan), width - 2, order)
     widths = {title: _width(title, cells) for title, cells in columns.items()}
     yield Line(f"  {_laid_out({title: title for title in columns}, widths)}"[:width], "dim")
-    best = recommended(plan)
-    for at, (strategy, _) in enumerate(grouped(plan, shown)):
-        text = _laid_out({title: cells[at] for title, cells in columns.items()}, widths)
-        style = "bold green" if strategy is best else "" if strategy.get("fits") else "dim"
+    for index, strategy in enumerate(plan.shown):
+        text = _laid_out({title: cells[index] for title, cells in columns.items()}, widths)
+        style = "bold green" if strategy is best else "" if strategy.fits else "dim"
         yield Line(f"{'>' if strategy is best else ' '} {text}"[:width], style)
-    if not all(map(is_exact, shown)):
+    if not all(strategy.is_exact for strategy in plan.strategies):
         yield Line(f"  {ROUNDS} rounds what travels: taken only if it is asked for", "dim")
-    if any(is_tight(plan, strategy) for strategy in shown):
+    if any(strategy.is_tight for strategy in plan.strategies):
         yield Line("  tight: the upper end of what the allocator may reserve does not fit", "dim")
     if best is not None:
-        name, layout = text_of(best["name"]), layout_words(best)
-        if words := "; ".join(word for word in (layout if layout != name else "", batch_words(best)) if word):
+        layout = best.layout if best.layout != best.name else ""
+        if words := "; ".join(word for word in (layout, best.batch) if word):
             yield Line("")
-            yield from (Line(text) for text in _wrapped(words, f"  {name}: ", wide))
-    if refused := refusals(shown):
+            yield from (Line(text) for text in _wrapped(words, f"  {best.name}: ", wide))
+    if refused := plan.refusals:
         yield Line("")
         yield Line("  does not fit")
         longest = min(max(len(names) for names, _, _ in refused), wide // 3)
         for names, why, nearest in refused:
             text = (why or "it needs more") + (f" -> {nearest}" if nearest else "")
             yield from (Line(line) for line in _wrapped(text, f"    {names:<{longest}}  ", wide, 6 + longest))
-
-
-def _least(plan: Json) -> tuple[str, ...]:
-    best = recommended(plan)
-    return (*LEAST[:-2], *AWAY, *LEAST[-2:]) if best is not None and amount(best, "host_bytes") else (*AWAY, *LEAST)
 
 
 def _narrowed(columns: dict[str, list[str]], width: int, order: tuple[str, ...]) -> dict[str, list[str]]:
@@ -185,22 +129,21 @@ def _width(title: str, cells: list[str]) -> int:
     return max(len(title), *map(len, cells))
 
 
-def _columns(plan: Json, groups: list[tuple[Json, str]]) -> dict[str, list[str]]:
-    limit, device, shown = gpu_bytes(plan), device_word(plan), [strategy for strategy, _ in groups]
-    batches = differences(shown)
+def _columns(plan: Plan) -> dict[str, list[str]]:
+    shown, device = plan.shown, plan.device
     columns = {
-        "strategy": [name if is_exact(s) else f"{name}{ROUNDS}" for s, name in groups],
-        **({"with": batches} if batches else {}),
-        "fits": ["tight" if is_tight(plan, s) else "yes" if s.get("fits") else "no" for s in shown],
+        "strategy": [s.title if s.is_exact else f"{s.title}{ROUNDS}" for s in shown],
+        "with": _differences(shown),
+        "fits": ["tight" if s.is_tight else "yes" if s.fits else "no" for s in shown],
         f"GB per {device}": [_gigabytes_needed(s) for s in shown],
     }
-    if limit:
-        columns[f"of {limit / 1e9:.0f} GB"] = [_bar(needed(s) / limit) for s in shown]
+    if plan.limit:
+        columns[f"of {plan.limit / 1e9:.0f} GB"] = [_bar(s.needed / plan.limit) for s in shown]
     columns |= {
-        "step": [seconds(number(s.get("step_seconds"))) for s in shown],
-        f"tok/s/{device}": [whole(number(s.get("tokens_per_second_per_gpu"))) for s in shown],
-        "MFU": [percent(mfu(plan, s)) for s in shown],
-        **({"days": [days_words(s) or "-" for s in shown]} if any(days_words(s) for s in shown) else {}),
+        "step": [seconds(s.step_s) for s in shown],
+        f"tok/s/{device}": [whole(s.speed) for s in shown],
+        "MFU": [percent(s.mfu) for s in shown],
+        "days": [s.days or "-" for s in shown] if any(s.days for s in shown) else [],
     }
     for title, names in {
         "GB in node": ("traffic_bytes", "intra_node"),
@@ -208,9 +151,16 @@ def _columns(plan: Json, groups: list[tuple[Json, str]]) -> dict[str, list[str]]
         "host GB": ("host_bytes",),
         "disk GB": ("disk_bytes",),
     }.items():
-        if uses(plan, *names):
-            columns[title] = [gigabytes(amount(s, *names)) if amount(s, *names) else "-" for s in shown]
-    return columns
+        if plan.uses(*names):
+            columns[title] = [gigabytes(s.amount(*names)) if s.amount(*names) else "-" for s in shown]
+    return {title: cells for title, cells in columns.items() if cells}
+
+
+def _differences(shown: list[Strategy]) -> list[str]:
+    """Return the settings in which strategies differ, in short: mb 4 x 2, full. Empty if all have the same."""
+    checkpointing = [text_of(strategy.row.get("checkpointing")).replace("none", "") for strategy in shown]
+    parts = [column for column in ([strategy.micro for strategy in shown], checkpointing) if len({*column}) > 1]
+    return [", ".join(word for word in words if word) or "-" for words in zip(*parts, strict=True)]
 
 
 def _laid_out(cells: dict[str, str], widths: dict[str, int]) -> str:
@@ -221,9 +171,9 @@ def _laid_out(cells: dict[str, str], widths: dict[str, int]) -> str:
     return "  ".join(laid).rstrip()
 
 
-def _gigabytes_needed(strategy: Json) -> str:
-    between = interval(strategy) if strategy.get("fits") else None
-    shown = gigabytes(needed(strategy))
+def _gigabytes_needed(strategy: Strategy) -> str:
+    between = strategy.interval if strategy.fits else None
+    shown = gigabytes(strategy.needed)
     return shown if between is None else f"{shown} ({gigabytes(between[0])}-{gigabytes(between[1])})"
 
 
