@@ -13,10 +13,9 @@ import pytest
 import torch
 
 from shardwise.base.errors import ConfigurationError
-from shardwise.bench.calls import count_calls
 from shardwise.bench.case import SHAPES
 from shardwise.bench.launch import environment, launch
-from shardwise.bench.measure import failure, host_memory
+from shardwise.bench.measure import count_calls, failure, host_memory
 from tests.bench.cases import smoke
 
 

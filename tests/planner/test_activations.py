@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from shardwise.bench.calls import count_calls
+from shardwise.bench.measure import count_calls
 from shardwise.planner.shapes.shape import ModelShape, units_of
 from shardwise.planner.training import Lora, Loss, Training
 from shardwise.planner.work import activations

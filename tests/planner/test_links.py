@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwise.base.errors import ConfigurationError
-from shardwise.bench.calls import count_calls
+from shardwise.bench.measure import count_calls
 from shardwise.core.wire.ledger import Call, Kind
 from shardwise.planner.hardware.links import INTER, INTRA, Fabric, Link, Transfer, Wire, parse, plan_transfer
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from shardwise.base.dtypes import BF16, dtype_of
 from shardwise.base.errors import ConfigurationError
-from shardwise.bench.calls import count_calls
+from shardwise.bench.measure import count_calls
 from shardwise.core.schedule import model as limits
 from shardwise.core.schedule.units import find_units
 from shardwise.planner.shapes import shape as shapes

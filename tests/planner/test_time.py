@@ -6,7 +6,7 @@ from itertools import pairwise
 import pytest
 
 from shardwise.base.dtypes import FP32
-from shardwise.bench.calls import count_calls
+from shardwise.bench.measure import count_calls
 from shardwise.core.layout import Layout, layout_of, layouts_for
 from shardwise.core.precision import precision_of
 from shardwise.core.schedule.flat import flats_of

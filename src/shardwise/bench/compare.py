@@ -1,33 +1,27 @@
 """Running every contender in every setting, and comparing losses before anything else.
 
 Repetitions are interleaved (A B C A B C ...), so that a slow minute of the machine affects all contenders. A contender
-that failed in a setting does not run there again.
-
-A contender with different losses gets an error instead of ratios:
-
-- Real ranks: every loss of every step is compared with one process that sees the whole batch, in fp32. Where that
-  process cannot run (the model does not fit one device) or was switched off, with the first contender that ran.
-- An emulated fabric: other ranks are copies of this one, so only the first loss has a meaning. It is compared with that
-  of the floor, with a wide tolerance: copied weights have the same distribution, but other values, and so has the mean
-  over the tokens of a step.
+that failed in a setting does not run there again; one with different losses gets an error instead of ratios. What
+losses are compared with: benchmarks/README.md.
 """
 
 import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 
 import torch
 
 from ..base.errors import ConfigurationError
 from ..core.layout import layouts_for
 from ..core.schedule.units import find_units
-from .calls import AddedCalls, added_calls
 from .case import FLOORS, Case, label, needs_disk, one_process, read_strategy
-from .launch import Launch, Outcome, Say
+from .launch import Calls, Launch, Outcome, Say
 from .model import build
 
 # Relative. A rounding to bf16 is 4e-3, and in pure-bf16 the weights are rounded at every update too.
 TOLERANCES = {"fp32": 1e-4, "bf16": 2e-2, "pure-bf16": 5e-2}
+SHALLOW, DEEP = 4, 8  # blocks; models of two depths separate the calls per unit from those per step
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +70,15 @@ class Verdict:
     error: str = ""
     compared_with: str = ""
     loss_difference: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class AddedCalls:
+    """Python calls that sharding adds to a step: per unit (in total and by function), and once per step."""
+
+    by_function: Calls
+    per_unit: float
+    besides: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,3 +170,41 @@ def _seen(outcome: Outcome) -> str:
         return f"{outcome.status}: {outcome.error}"
     seconds = statistics.median(outcome.answers[0]["seconds"])
     return f"{seconds:.4f} s per step, set up in {outcome.answers[0]['setup_s']:.0f} s"
+
+
+def added_calls(cases: Sequence[Case], launch: Launch, say: Say) -> dict[Case, AddedCalls]:
+    """Python calls of one whole step after a few warm-up steps, minus those of the plain model with its optimizer.
+
+    They are counted once per contender and shape: links and dtypes change no calls.
+    """
+    launch = cache(launch)  # the plain model is needed more than once
+    found: dict[Case, AddedCalls] = {}
+    for case in cases:
+        if case.contender not in FLOORS:
+            same = (case.contender, case.shape)
+            known = (calls for other, calls in found.items() if (other.contender, other.shape) == same)
+            added = next(known, None) or _added(case, launch, say)
+            if added is not None:
+                found[case] = added
+    return found
+
+
+def _added(case: Case, launch: Launch, say: Say) -> AddedCalls | None:
+    counted = []
+    for num_blocks in (SHALLOW, DEEP):
+        sized = replace(case, shape=replace(case.shape, layers=num_blocks), count_calls=True, trace="")
+        outcomes = [launch(sized), launch(replace(sized, contender="plain"))]
+        if any(outcome.status != "ok" for outcome in outcomes):
+            say(f"Python calls of {case}: {' '.join(outcome.error for outcome in outcomes)}")
+            return None
+        counted.append(_subtract(*(outcome.answers[0]["calls"] for outcome in outcomes)))
+    shallow, deep = counted
+    by_function = {name: times / (DEEP - SHALLOW) for name, times in _subtract(deep, shallow).items()}
+    per_unit = sum(by_function.values())
+    say(f"Python calls of {case}: {per_unit:.0f} per unit and step")
+    return AddedCalls(by_function, per_unit, sum(shallow.values()) - SHALLOW * per_unit)
+
+
+def _subtract(calls: Calls, others: Calls) -> Calls:
+    names = {*calls, *others}
+    return {name: calls.get(name, 0) - others.get(name, 0) for name in names}

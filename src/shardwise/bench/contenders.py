@@ -1,36 +1,15 @@
 """The contenders: each is a function from a Case to a Run, found by name with `find`.
 
-    shardwise:S     shardwise with strategy S: a preset, or a JSON mapping from unit patterns to presets;
-                    S@early with early updates, S@capture as a CUDA graph of the whole step, S@meta from a model
-                    on the meta device (other weights than the rest, from the same distribution)
-    fsdp2           fully_shard: units as torchtitan makes them, explicit forward prefetch, the last unit stays gathered
-                    between forward and backward, a separate communicator for reductions
-    fsdp2+offload   the same with CPUOffloadPolicy: pinned parameters, gradients and optimizer on the host
-    hsdp            fsdp2 on a mesh of nodes x ranks: sharded within the node, replicated across nodes
-    fsdp1           FullyShardedDataParallel: forward and backward prefetch, limited gathers, original parameters
-    ddp             DistributedDataParallel, gradients as views of its buckets
-    deepspeed:N     DeepSpeed's ZeRO stage N (0 to 3) with overlapped communication, with offload or ZeRO++ where the
-                    name says so: see `case`
-    plain           one process, nothing sharded
-    compute         floor: forward and backward of the whole model in the compute dtype, nothing else
-    compute+update  floor: the same, and AdamW on one rank's part of the parameters
-
-All build the same weights, make units of blocks, and use torch's fused AdamW with the same hyper-parameters; DeepSpeed
-has its own AdamW on the host. Models are built whole on the device, and are offloaded when the contender is set up.
-
-Precisions. `fp32`: everywhere. `bf16`: bf16 compute with fp32 master weights; `ddp` and `plain` have no master weights
-and keep fp32 weights under `torch.autocast`, as their users do. `pure-bf16`: weights, gradients and optimizer state are
-bf16 for everyone. Gradients are reduced in the requested dtype; `ddp` uses its bf16 compression hook (on GPUs only) to
-send fp32 gradients as bf16, and cannot reduce bf16 gradients in fp32.
-
-Micro-batches. `ddp` (no_sync) and `deepspeed` at stages 0 and 1 reduce after the last one only; `fsdp1`, `fsdp2` and
-`deepspeed` at stages 2 and 3 reduce after every one, because waiting would keep whole gradients; shardwise does what
-the layout says. The process group exists before a contender is set up, except for those in `case.SINGLE_PROCESS`.
+All build the same weights, make units of blocks, and use torch's fused AdamW with the same hyper-parameters. What each
+one is, its precisions and when it reduces: benchmarks/README.md. The process group exists before a contender is set up,
+except for those in `case.SINGLE_PROCESS`.
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -39,6 +18,7 @@ from torch import Tensor, nn
 import shardwise as sw
 
 from ..base.errors import ConfigurationError
+from ..trainer.checkpointing import Mode, checkpoint_blocks
 from .case import (
     HSDP,
     NVME,
@@ -50,23 +30,13 @@ from .case import (
     read_deepspeed,
     read_strategy,
 )
-from .model import (
-    ADAMW,
-    COMPUTE,
-    DTYPES,
-    WEIGHTS,
-    Run,
-    adamw,
-    autocast,
-    clipping,
-    device_of,
-    loss_of,
-    model_of,
-    num_params,
-    step_of,
-    torch_clipping,
-)
+from .model import build, device_of, loss_of, num_params
 
+# The same hyper-parameters for every contender.
+ADAMW: dict[str, Any] = {"lr": 3e-4, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+WEIGHTS = {"fp32": torch.float32, "bf16": torch.float32, "pure-bf16": torch.bfloat16}
+COMPUTE = {"fp32": torch.float32, "bf16": torch.bfloat16, "pure-bf16": torch.bfloat16}
 _HOST_UPDATES = "shardwise::host update"  # the profiler ranges in which our engine updates weights on the host
 # The range that torch puts around the step of any optimizer. Offloaded weights are updated on the host there.
 _OPTIMIZER_STEP = "Optimizer.step#"
@@ -77,6 +47,70 @@ _AIO = {
     "single_submit": False,
     "overlap_events": True,
 }
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A contender that is ready to train. `step` takes micro-batches and returns their mean loss, on the device.
+
+    `host_updates` is the prefix of the profiler ranges in which the host updates weights; empty if it does not.
+    """
+
+    step: Callable[[Sequence[Tensor]], Tensor]
+    input_dtype: torch.dtype
+    host_updates: str = ""
+    moved_bytes: Callable[[], float | None] = lambda: None  # by this rank in the last step; None: not counted
+
+
+def adamw(params: Any, capturable: bool = False) -> torch.optim.AdamW:
+    return torch.optim.AdamW(params, **ADAMW, fused=True, capturable=capturable)
+
+
+def model_of(case: Case, dtype: torch.dtype | None = None, device: torch.device | None = None) -> Any:
+    """Build the model, not wrapped yet. Blocks are checkpointed and compiled in the same way for every contender."""
+    model = build(case.shape, device or device_of(case), case.seed).to(dtype or WEIGHTS[case.precision])
+    checkpoint_blocks(model, cast(Mode, case.checkpointing), blocks=[type(model.blocks[0])])
+    if case.compile:
+        for block in model.blocks:
+            block.compile()
+    return model
+
+
+def step_of(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    clip: Callable[[], object],
+    forward: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    before_last: Callable[[], AbstractContextManager[Any]] = nullcontext,
+) -> Callable[[Sequence[Tensor]], Tensor]:
+    """The training step of a contender that works like plain torch."""
+
+    def step(micro_batches: Sequence[Tensor]) -> Tensor:
+        losses = []
+        for number, batch in enumerate(micro_batches, start=1):
+            with nullcontext() if number == len(micro_batches) else before_last():
+                with forward():
+                    loss = loss_of(model, batch)
+                (loss / len(micro_batches)).backward()
+            losses.append(loss.detach())
+        clip()
+        optimizer.step()
+        optimizer.zero_grad()
+        return torch.stack(losses).mean()
+
+    return step
+
+
+def clipping(case: Case, clip_to: Callable[[float], object]) -> Callable[[], object]:
+    return partial(clip_to, case.clip) if case.clip else lambda: None
+
+
+def torch_clipping(case: Case, model: nn.Module) -> Callable[[], object]:
+    return clipping(case, partial(nn.utils.clip_grad_norm_, list(model.parameters())))
+
+
+def autocast(case: Case) -> Callable[[], AbstractContextManager[Any]]:
+    return partial(torch.autocast, case.device, torch.bfloat16) if case.precision == "bf16" else nullcontext
 
 
 def plain(case: Case) -> Run:

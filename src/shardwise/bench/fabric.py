@@ -2,27 +2,14 @@
 
 `start(parse("2x8,intra=400GB/s,inter=50GB/s"))` creates the default group of `torch.distributed` with the backend
 below; groups made from it (`new_group`, DeviceMesh) use the same backend, so shardwise, FSDP2 and DDP run unchanged.
-
-An operation does two things:
-
-1. It moves the data that one process can move. All-gather: the local shard goes to its slot; the other slots are filled
-   with copies of it when their memory is first used, so that weights are finite. Reduce-scatter: the rank's slice.
-   All-reduce: nothing. Losses are therefore meaningless; time, bytes and memory are not.
-2. It occupies the rank's wires for the time that `links` computes. A wire is a cell that holds the instant at which it
-   is free again. A transfer begins at max(now, free), advances the cell by the seconds it needs, and ends after its
-   last byte and its latency. So two concurrent transfers take as long as one after the other, in the order in which
-   their inputs were ready; the latency of one overlaps the bytes of the next.
+An operation moves the data that one process can move, and occupies the rank's wires for the time that `links` computes.
+A wire is a cell that holds the instant at which it is free again. A transfer begins at max(now, free), advances the
+cell by the seconds it needs, and ends after its last byte and its latency.
 
 There are two sets of cells, one per clock. On the host a transfer is a deadline, and a wait sleeps until then. On CUDA
 it is a kernel of one thread that spins on `%globaltimer`, which counts nanoseconds at any SM clock; a transfer over
 both wires takes them under one lock. Queueing a transfer allocates nothing and does not involve the host, so it can be
-captured in a CUDA graph, and replays count. With `copies=on`, as many blocks as the bandwidth needs copy the transfer's
-bytes from one half of a scratch buffer to the other, at the speed of the wire.
-
-Operations of one group run in the order in which they were issued, as on one NCCL communicator, and each ends, latency
-included, before the next one begins. An asynchronous operation runs on the group's own stream, a synchronous one on the
-current stream. Not modelled: what `links` lists; the SMs that kernels of real collectives take (`copies=on` takes
-a few, and 256 MiB of device memory); and other ranks that are slower than this one.
+captured in a CUDA graph, and replays count. benchmarks/README.md says what is modelled and what is not.
 """
 
 import ctypes

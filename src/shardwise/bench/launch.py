@@ -28,6 +28,7 @@ class Outcome:
     error: str = ""
 
 
+Calls = dict[str, float]  # of Python functions, by name
 Launch = Callable[[Case], Outcome]
 Say = Callable[[str], None]  # prints a line of progress
 

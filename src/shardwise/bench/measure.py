@@ -12,11 +12,15 @@ import itertools
 import json
 import os
 import sys
+import threading
 import time
 import traceback
+from collections import Counter
+from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
@@ -26,9 +30,9 @@ from ..base.errors import ConfigurationError
 from ..base.processes import end_with_parent
 from ..planner.hardware.links import parse
 from . import fabric
-from .calls import count_calls
 from .case import OFFLOADED_FSDP2, SINGLE_PROCESS, Case, case_from_json
 from .contenders import find
+from .launch import Calls
 from .model import batches_of, device_of
 from .overlap import TRACED_STEPS, overlap_in, trace, trace_file
 
@@ -171,24 +175,74 @@ class Clock:
 
     def seconds(self) -> list[float]:
         self.synchronise()
-        if self.is_cuda:
-            return [earlier.elapsed_time(later) * 1e-3 for earlier, later in itertools.pairwise(self.events)]
-        return [later - earlier for earlier, later in itertools.pairwise(self.instants)]
+        between = [earlier.elapsed_time(later) * 1e-3 for earlier, later in itertools.pairwise(self.events)]
+        return between or [later - earlier for earlier, later in itertools.pairwise(self.instants)]
 
     def memory(self) -> dict[str, float]:
+        """Peaks in GB. That of the host includes the set-up, but no child processes; it is known on Linux only."""
         peaks = torch.cuda.memory_stats() if self.is_cuda else {}
         kinds = ("allocated", "active", "reserved") if self.is_cuda else ()
         return {f"{kind}_gb": peaks[f"{kind}_bytes.all.peak"] / 1e9 for kind in kinds} | host_memory()
+
+
+def count_calls(function: Callable[[], object]) -> Calls:
+    """Calls by "folder/file.py:function" during one call of `function`. Torch's backward threads count too.
+
+    A call is the start of a function or the resumption of a generator.
+    """
+    by_code: Counter[CodeType] = Counter()
+    if sys.version_info >= (3, 12):
+        _watch_all_threads(function, by_code)
+    else:
+        _watch_this_thread(function, by_code)
+    by_name: Counter[str] = Counter()
+    for code, times in by_code.items():
+        by_name[f"{'/'.join(Path(code.co_filename).parts[-2:])}:{code.co_qualname}"] += times
+    return dict(by_name)
+
+
+def _watch_all_threads(function: Callable[[], object], calls: Counter[CodeType]) -> None:
+    watch: Any = sys.monitoring  # type: ignore[attr-defined, unused-ignore]
+    begun = (watch.events.PY_START, watch.events.PY_RESUME)
+
+    def on_call(code: CodeType, _: int) -> None:
+        calls[code] += 1
+
+    watch.use_tool_id(watch.PROFILER_ID, "shardwise")
+    for event in begun:
+        watch.register_callback(watch.PROFILER_ID, event, on_call)
+    watch.set_events(watch.PROFILER_ID, begun[0] | begun[1])
+    try:
+        function()
+    finally:
+        watch.set_events(watch.PROFILER_ID, 0)
+        for event in begun:
+            watch.register_callback(watch.PROFILER_ID, event, None)
+        watch.free_tool_id(watch.PROFILER_ID)
+
+
+def _watch_this_thread(function: Callable[[], object], calls: Counter[CodeType]) -> None:
+    """Before Python 3.12, threads started by torch cannot be watched: the backward must run in this one."""
+
+    def on_event(frame: FrameType, event: str, _: Any) -> None:
+        if event == "call":
+            calls[frame.f_code] += 1
+
+    threading.setprofile(on_event)  # for threads started from now on
+    with torch.autograd.set_multithreading_enabled(False):
+        sys.setprofile(on_event)
+        try:
+            function()
+        finally:
+            sys.setprofile(None)
+            threading.setprofile(None)
 
 
 STATUS = Path("/proc/self/status")
 
 
 def host_memory() -> dict[str, float]:
-    """Peak host memory of this process, including the set-up. Known on Linux only.
-
-    Every contender has its own process, so no other contender is included. Child processes are not counted.
-    """
+    """Peak host memory of this process, which has one contender only."""
     if not STATUS.exists():
         return {}
     lines = dict(line.split(":", 1) for line in STATUS.read_text().splitlines())

@@ -1,30 +1,19 @@
-"""The models that every contender trains, their batches, AdamW, and the training step in plain torch.
+"""The models that every contender trains, and their batches.
 
 Weights depend on the seed alone, batches on the seed, the step and the index of the micro-batch in the global batch:
 every contender sees the same numbers. Models are built on the device they run on, without a copy on the host.
 """
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from functools import cache, partial
-from typing import Any, cast
+from functools import cache
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..planner.hardware.gpus import flops_per_token
-from ..trainer.checkpointing import Mode, checkpoint_blocks
 from ..trainer.model import Transformer
 from ..trainer.shapes import TransformerShape
 from .case import Case, Shape
-
-# The same hyper-parameters for every contender.
-ADAMW: dict[str, Any] = {"lr": 3e-4, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1}
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-WEIGHTS = {"fp32": torch.float32, "bf16": torch.float32, "pure-bf16": torch.bfloat16}
-COMPUTE = {"fp32": torch.float32, "bf16": torch.bfloat16, "pure-bf16": torch.bfloat16}
 
 
 class Block(nn.Module):
@@ -132,69 +121,5 @@ def flops_of(shape: Shape) -> float:
     return flops_per_token(num_params(shape) - looked_up, shape.layers, shape.hidden, shape.tokens)
 
 
-@dataclass(frozen=True, slots=True)
-class Run:
-    """A contender that is ready to train. `step` takes micro-batches and returns their mean loss, on the device.
-
-    `host_updates` is the prefix of the profiler ranges in which the host updates weights; empty if it does not.
-    """
-
-    step: Callable[[Sequence[Tensor]], Tensor]
-    input_dtype: torch.dtype
-    host_updates: str = ""
-    moved_bytes: Callable[[], float | None] = lambda: None  # by this rank in the last step; None: not counted
-
-
 def device_of(case: Case) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if case.device == "cuda" else torch.device("cpu")
-
-
-def adamw(params: Any, capturable: bool = False) -> torch.optim.AdamW:
-    return torch.optim.AdamW(params, **ADAMW, fused=True, capturable=capturable)
-
-
-def model_of(case: Case, dtype: torch.dtype | None = None, device: torch.device | None = None) -> Any:
-    """Build the model, not wrapped yet. Blocks are checkpointed and compiled in the same way for every contender."""
-    model = build(case.shape, device or device_of(case), case.seed).to(dtype or WEIGHTS[case.precision])
-    checkpoint_blocks(model, cast(Mode, case.checkpointing), blocks=[type(model.blocks[0])])
-    if case.compile:
-        for block in model.blocks:
-            block.compile()
-    return model
-
-
-def step_of(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    clip: Callable[[], object],
-    forward: Callable[[], AbstractContextManager[Any]] = nullcontext,
-    before_last: Callable[[], AbstractContextManager[Any]] = nullcontext,
-) -> Callable[[Sequence[Tensor]], Tensor]:
-    """The training step of a contender that works like plain torch."""
-
-    def step(micro_batches: Sequence[Tensor]) -> Tensor:
-        losses = []
-        for number, batch in enumerate(micro_batches, start=1):
-            with nullcontext() if number == len(micro_batches) else before_last():
-                with forward():
-                    loss = loss_of(model, batch)
-                (loss / len(micro_batches)).backward()
-            losses.append(loss.detach())
-        clip()
-        optimizer.step()
-        optimizer.zero_grad()
-        return torch.stack(losses).mean()
-
-    return step
-
-
-def clipping(case: Case, clip_to: Callable[[float], object]) -> Callable[[], object]:
-    return partial(clip_to, case.clip) if case.clip else lambda: None
-
-
-def torch_clipping(case: Case, model: nn.Module) -> Callable[[], object]:
-    return clipping(case, partial(nn.utils.clip_grad_norm_, list(model.parameters())))
-
-
-def autocast(case: Case) -> Callable[[], AbstractContextManager[Any]]:
-    return partial(torch.autocast, case.device, torch.bfloat16) if case.precision == "bf16" else nullcontext

@@ -102,8 +102,7 @@ def from_trace(events: Sequence[Event], host_updates: str) -> Overlap:
 
 
 def _interval(event: Event) -> Interval:
-    begin_s = event["ts"] * 1e-6
-    return begin_s, begin_s + event["dur"] * 1e-6
+    return event["ts"] * 1e-6, event["ts"] * 1e-6 + event["dur"] * 1e-6
 
 
 def _computed_by_host(events: Sequence[Event], host_updates: str) -> list[Interval]:

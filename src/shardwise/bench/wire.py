@@ -13,7 +13,7 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -147,10 +147,6 @@ class Findings:
     def num_left(self) -> int:
         return len(self.request.strategies) - len(self.runs)
 
-    @property
-    def wants_codecs(self) -> bool:
-        return bool(self.request.gradient_codecs or self.request.weight_codecs)
-
 
 def prepare(request: Request, folder: Path, say: Say) -> None:
     """Tokenise the data into a folder that all runs use, and check it."""
@@ -170,7 +166,8 @@ def run(request: Request, folder: Path, say: Say) -> Iterator[Findings]:
         trained = findings.runs[name] = train(settings, name, place, request.num_ranks, say)
         say(f"  {_in_words(trained)}")
         yield findings
-        if name == request.exact and trained.status == "ok" and findings.wants_codecs:
+        wants_codecs = request.gradient_codecs or request.weight_codecs
+        if name == request.exact and trained.status == "ok" and wants_codecs:
             say("measuring codecs on its gradients and weights")
             findings.codecs, findings.codecs_error = _codecs(request, place)
             yield findings
@@ -344,21 +341,15 @@ def _row(run: TrainedRun, exact: TrainedRun, num_steps: int) -> Row:
     apart = {step: abs(loss / expected[step] - 1.0) for step, loss in (run.losses or {}).items() if step in expected}
     largest_at = max(apart, key=apart.__getitem__, default=None)
     theirs, ours = exact.inter_node_bytes, run.inter_node_bytes
+    both = {entry.name for entry in fields(Row)} & {entry.name for entry in fields(TrainedRun)}
     return Row(
-        run.strategy,
-        run.status,
-        run.error,
+        **{name: getattr(run, name) for name in both},
         loss=loss,
         loss_difference=_difference(loss, _last(exact, num_steps)),
-        eval_loss=run.eval_loss,
         eval_difference=_difference(run.eval_loss, exact.eval_loss),
         largest_difference=None if largest_at is None else apart[largest_at],
         largest_at=largest_at,
-        wire_bytes=run.wire_bytes,
-        planned_wire_bytes=run.planned_wire_bytes,
-        inter_node_bytes=run.inter_node_bytes,
         fewer_between_nodes=theirs / ours if theirs and ours else None,
-        step_s=run.step_s,
     )
 
 
