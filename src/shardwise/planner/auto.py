@@ -74,7 +74,7 @@ def choose(model: nn.Module, found: list[UnitSpec], asked: AutoRequest, machine:
     """Plan with the fastest strategy that fits and is exact, or quantised as requested, in its `recommended`."""
     if asked.disk_path is None and any(layout.uses_disk for layout in moved_presets(asked.moves)):
         raise PlaceError(
-            f"strategy '{AUTO}' with {', '.join(asked.moves)}: state is offloaded to disk, and no folder is named:"
+            f"strategy '{AUTO}' with {', '.join(asked.moves)}: state goes to disk, and no folder is named for it:"
             " give disk_path=, a folder on a local disk"
         )
     if asked.disk_path is not None and not asked.disk_path.is_dir():
