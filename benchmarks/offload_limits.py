@@ -4,7 +4,7 @@
 
 First part: processes that may have only so much memory (RLIMIT_DATA, which works without root and in any container;
 all that is private and writable counts, whether it was touched or not). Told are the losses beside those of a run with
-no limit, or how it ended. Second part: a step's updates of state that rests on disk, from the step's call until the
+no limit, or how it ended. Second part: a step's updates of state on disk, from the step's call until the
 last byte is written, beside a plain reader and writer at once in the same folder, in turns in one process. Needs torch
 and nothing else. A block has 8 x hidden^2 parameters; they are made on the meta device, unit by unit.
 """

@@ -135,7 +135,7 @@ def test_overlaps_are_on_the_page(tmp_path: Path) -> None:
     assert rows[OURS].overlap == asdict(traced)
     page = written(findings, tmp_path).read_text()
     assert "`shardwise:zero3`, smoke, 16 tokens, one step under the profiler:\n\n    step" in page
-    assert "host update         1.0000 s   50.0% of the step,  75.0% of it beside compute" in page
+    assert "host update         1.0000 s   50.0% of the step,  75.0% of it during compute" in page
     assert page.count("under the profiler") == 1
 
 

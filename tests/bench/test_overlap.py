@@ -45,9 +45,9 @@ def test_a_step_in_figures() -> None:
     assert in_words(seen).splitlines() == [
         "step               10.0000 s",
         "compute             7.0000 s   70.0% of the step",
-        "host to device      1.0000 s   10.0% of the step, 100.0% of it beside compute",
-        "device to host      2.0000 s   20.0% of the step,  50.0% of it beside compute",
-        "host update         3.0000 s   30.0% of the step,  33.3% of it beside compute",
+        "host to device      1.0000 s   10.0% of the step, 100.0% of it during compute",
+        "device to host      2.0000 s   20.0% of the step,  50.0% of it during compute",
+        "host update         3.0000 s   30.0% of the step,  33.3% of it during compute",
         "nothing             0.0000 s    0.0% of the step",
     ]
 

@@ -165,7 +165,7 @@ def test_where_only_something_that_rounds_fits_it_is_named() -> None:
     assert _why(assess, [exact], None).startswith("nothing fits: zero3 needs")
     told = _why(assess, [exact, assessed("zeropp")], None)
     assert told.startswith("nothing exact fits: zero3 needs")
-    assert told.endswith(". zeropp would fit, and rounds what travels: ask for it")
+    assert told.endswith(". zeropp would fit, and rounds what is sent: ask for it")
 
 
 def test_what_rounds_and_does_not_fit_has_a_remedy() -> None:
@@ -212,7 +212,7 @@ def test_auto_with_a_codec_changes_every_preset_that_it_can() -> None:
     both = moved_presets(["params_as=int8", "grads_as=int4:feedback"])
     assert {(layout.params_as, layout.grads_as) for layout in both} == {("int8", "int4:feedback")}
     names = [layout.name.partition("+")[0] for layout in both]
-    assert "ddp" not in names  # its parameters never travel
+    assert "ddp" not in names  # its parameters are never sent
     assert {"zero1", "zero3", "hsdp", "hpz"} <= set(names)
     assert all(layout.is_exact for layout in moved_presets(["optimizer=host"]))
     with pytest.raises(ConfigurationError, match="16 values are too few for weights"):

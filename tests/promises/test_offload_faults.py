@@ -1,4 +1,4 @@
-"""What goes wrong under state that rests on disk, in runs of two real ranks: a file cut short, bytes that came back
+"""What goes wrong under state on disk, in runs of two real ranks: a file cut short, bytes that came back
 changed, a disk that is full, a limit on the size of files, too little room from the start, a rank killed in an update.
 
 Each time the rank concerned says once and clearly which folder and which unit it was, the other one does not wait for
@@ -443,8 +443,8 @@ def test_room_for_one_rank_of_two(
     all_of_it = free_bytes(full)
     found = run_ranks(NUM_RANKS, refused_and_free, run, full)
     for message, code, free in found:
-        assert f"{full}: {needed} bytes are needed for state that rests on disk, and " in message
-        assert "make room, name a folder on a larger disk, or let less rest on disk" in message
+        assert f"{full}: {needed} bytes are needed for state that is offloaded to disk, and " in message
+        assert "make room, name a folder on a larger disk, or offload less to disk" in message
         assert code == 3
         assert free == all_of_it
     require_nothing_left(full)

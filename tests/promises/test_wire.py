@@ -320,7 +320,7 @@ def test_checkpoints_fit_all(run_ranks: Pool, tmp_path: Path, saving: str, loadi
 @pytest.mark.parametrize(
     ("strategy", "precision", "words"),
     [
-        ("zero3+params_as=bf16", "bf16", "params_as='bf16' with parameters in bfloat16: they would travel in as many"),
+        ("zero3+params_as=bf16", "bf16", "params_as='bf16' with parameters in bfloat16: they would be sent in as many"),
         ("zero3+params_as=fp16", "bf16", "params_as='fp16' with parameters in bfloat16"),
         ("zero3+grads_as=int4:feedback", "fp16", "grads_as='int4:feedback' with loss scaling"),
     ],
@@ -337,12 +337,12 @@ def test_codecs_that_do_not_fit_the_precision(run_ranks: Pool, strategy: str, pr
         ("zero3+params_as=int4", "16 values are too few for weights"),
         ("zero3+params_as=int8:feedback", "feedback is for gradients"),
         ("zero3+grads_as=int8:forward", "grads_as='int8:forward': a forward has no gradients; forward is for"),
-        ("ddp+params_as=int8:forward", "parameters that every rank updates never travel"),
+        ("ddp+params_as=int8:forward", "parameters that every rank updates are never sent"),
         ("zero2+params_as=int8:forward", "'int8:forward' with gathered_until='always': .*; write 'int8', or gathered"),
         ("shard_grad_op+params_as=int8:forward", "'int8:forward' with gathered_until='backward'"),
         ("zeropp+params_as=int8:64:forward", "params='node' and optimizer='world': .* stays encoded.*'int8:64'"),
         ("hfsdp+params_as=int8:forward", "split parameters as far as the optimizer"),
-        ("ddp+params_as=int8", "parameters that every rank updates never travel"),
+        ("ddp+params_as=int8", "parameters that every rank updates are never sent"),
         ("zero3+grads_as=int7", "unknown kind 'int7'"),
         ("zero3+grads_as=int8:100", "a block of 100 elements; it must be a power of two from 64 to 2048"),
         ("zero3+optimizer_as=int8", "'optimizer_as' is not sent"),

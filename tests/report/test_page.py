@@ -53,7 +53,7 @@ def test_the_page_has_every_part() -> None:
     ]
     assert sum(attrs.get("class") == "bar" for tag, attrs in tags if tag == "svg") == len(plan()["strategies"])
     assert "peak 79.1 GB, loss" in page
-    assert page.count('<span class="tag">rounds what travels</span>') == 1
+    assert page.count('<span class="tag">rounds what is sent</span>') == 1
     for lane in ("compute", "gather", "reduce"):
         assert f"l-{lane}" in page
 

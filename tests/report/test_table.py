@@ -44,7 +44,7 @@ def test_refusals_come_with_their_reason_and_the_nearest_change() -> None:
 
 def test_what_is_not_exact_is_marked() -> None:
     text = table(plan())
-    assert "* rounds what travels: taken only if it is asked for" in text
+    assert "* rounds what is sent: chosen only on request" in text
     assert [line.split()[0] for line in text.splitlines() if "* " in line[:20]] == ["zeropp*", "*"]
     exact = plan()
     exact["strategies"] = [strategy for strategy in exact["strategies"] if strategy["exact"]]

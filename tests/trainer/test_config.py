@@ -291,7 +291,7 @@ def test_a_services_variables_are_not_ours() -> None:
         ("offload: optimizer=host:/nvme", "'/nvme' is no part, as in optimizer=host:0.6, and only a disk has a folder"),
         ("offload: disk", "offload 'disk' does not say what goes where; write optimizer=host or params=disk:/nvme"),
         ("offload: {optimizer: host}", "offload: a mapping (file {file} line 1) is not a list of texts"),
-        ("offload: params=disk:/a,optimizer=disk:/b", "folders '/a' and '/b': all that rests on disk is in one"),
+        ("offload: params=disk:/a,optimizer=disk:/b", "folders '/a' and '/b': all state on disk is in one"),
         ("offload: optimizer=disk", "puts state on disk, and no folder is named for it: --offload disk:/nvme"),
         ("strategy: zero3-nvme", "strategy 'zero3-nvme' puts state on disk, and no folder is named for it"),
         ("strategy: zero2\noffload: disk:/nvme", "the folder '/nvme', but strategy 'zero2' puts nothing on disk"),

@@ -102,7 +102,7 @@ def test_a_rank_that_does_not_end_after_the_others(tmp_path: Path, is_stopped: b
     assert process.returncode == 1
     assert "rank 0 has ended, but not all others" in err
     if is_stopped:
-        assert f"rank 1, process {pid}, is stopped (kill -CONT {pid} would let it go on)" in err
+        assert f"rank 1, process {pid}, is stopped (kill -CONT {pid} would let it continue)" in err
     else:
         assert f"rank 1, process {pid}, is at " in err
         assert "in end_late: time.sleep(600)" in err
@@ -184,7 +184,9 @@ def test_a_run_folder_that_is_moved_is_one_sentence(run_ranks: Pool, tmp_path: P
     (error,) = run_ranks.errors(1, moved_under, settings_for(folder).to_json())
     assert error is not None
     assert error.startswith(f"SaveError: cannot write {folder}/"), error
-    assert f"{folder} was moved or removed under the run: move it back, then go on with --output-dir {folder}" in error
+    assert (
+        f"{folder} was moved or removed under the run: move it back, then continue with --output-dir {folder}" in error
+    )
     with pytest.raises(ConfigurationError, match="moved or removed"):
         require_still_there(folder)
 
@@ -199,7 +201,7 @@ def test_a_run_with_a_rank_that_hangs_ends_and_says_where(tmp_path: Path, entry:
     assert re.search(r"^rank 1 (does nothing|is stopped), and rank 0 waits for it:$", err, re.MULTILINE)
     assert "Traceback" not in err
     assert ("time.sleep(600)" if entry == "hang_in_data" else "kill -CONT") in err
-    assert "rank 0 waits in " in err or "rank 0 wants to go on with" in err
+    assert "rank 0 waits in " in err or "rank 0 wants to continue with" in err
 
 
 BENCH = """

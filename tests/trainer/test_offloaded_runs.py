@@ -120,7 +120,7 @@ def test_what_rests_on_disk_is_not_saved_in_the_background(run_ranks: Pool, tmp_
     settings = settings_for(tmp_path / "run", strategy="zero3-nvme", offload=words, async_save=True, save_steps=3)
     (code, said), _ = run_ranks(2, listen, settings.to_json())
     assert code == 0
-    assert "not in the background: state that rests on disk is read as it is written" in " ".join(said.split())
+    assert "not in the background: state that is offloaded to disk is read as it is written" in " ".join(said.split())
     assert len(saved_in(said)) == 2
     assert not any("in the background" in line for line in saved_in(said))
 

@@ -151,7 +151,8 @@ def test_others_checkpoints_bring_weights_and_moments(run_ranks: Pool, run: Path
         code, said = go_on(run_ranks, folder, resume_from_checkpoint=str(place), **changes)
         assert code == 0
         assert (
-            f"{place} was not saved by shardwise train: it goes on after step 0, with the data from its begin" in said
+            f"{place} was not saved by shardwise train: training continues after step 0, with the data from its begin"
+            in said
         )
         found[place] = losses(folder)
         extra = json.loads((folder / "checkpoints/step-000003/index.json").read_text())["extra"]
@@ -165,7 +166,7 @@ def test_a_step_that_a_checkpoint_names_counts(run_ranks: Pool, run: Path, tmp_p
     as_if_saved_by_hand(tmp_path / "mine", step=40)
     code, said = go_on(run_ranks, tmp_path / "new", max_steps=42, resume_from_checkpoint=str(tmp_path / "mine"))
     assert code == 0
-    assert "it goes on after step 40" in said
+    assert "training continues after step 40" in said
     assert [row["step"] for row in rows(tmp_path / "new") if "loss" in row] == [41, 42]
 
 

@@ -248,9 +248,9 @@ def test_what_rests_on_host_and_disk_is_told() -> None:
 
 def test_why_a_save_is_not_in_the_background_is_told() -> None:
     shown = " ".join(
-        banner(started(settings=settings(save_steps=10), saves=Saves(20_100_000, False, "it rests on disk"))).split()
+        banner(started(settings=settings(save_steps=10), saves=Saves(20_100_000, False, "it is on disk"))).split()
     )
-    assert shown.endswith("checkpoint every 10 steps, 20.1 MB, not in the background: it rests on disk")
+    assert shown.endswith("checkpoint every 10 steps, 20.1 MB, not in the background: it is on disk")
 
 
 def test_the_summary_has_host_and_disk() -> None:

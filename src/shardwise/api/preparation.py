@@ -210,7 +210,7 @@ def _refuse_codecs_of(flat: Flat, unit_name: str, precision: Precision) -> None:
     if flat.params_codec is not None and not flat.params_codec.has_scales and flat.compute.itemsize == 2:
         raise ConfigurationError(
             f"unit {unit_name!r}: params_as='{flat.params_codec}' with parameters in {flat.compute.name}: they would "
-            "travel in as many bits as they have, rounded for nothing; leave it, or use int8 or fp8"
+            "be sent in as many bits as they have, rounded for nothing; leave it, or use int8 or fp8"
         )
     if flat.grads_codec is not None and flat.grads_codec.has_feedback and precision.loss_scaling:
         raise ConfigurationError(
@@ -229,7 +229,7 @@ def _check_optimizer(optimizer: torch.optim.Optimizer, own: list[Flat], precisio
     if is_eight_bit(optimizer) and any(flat.host_updates and flat.master != FP32 for flat in own):
         raise ConfigurationError(
             f"optimizer {type(optimizer).__name__} on the host with master weights in {precision.master}: the host "
-            "updates 8-bit moments beside fp32 masters; use precision='bf16', or leave the optimizer on the device"
+            "updates 8-bit moments next to fp32 masters; use precision='bf16', or leave the optimizer on the device"
         )
     return row_names
 

@@ -270,7 +270,7 @@ def deepspeed(case: Case, argument: str) -> Run:
     import deepspeed as ds  # type: ignore[import-untyped, unused-ignore]
 
     if case.precision == "pure-bf16":
-        raise ConfigurationError("deepspeed keeps fp32 masters beside bf16 weights: it runs with --precision bf16")
+        raise ConfigurationError("deepspeed keeps fp32 masters next to bf16 weights: it runs with --precision bf16")
     ds.init_distributed(dist_backend=dist.get_backend(), verbose=False)
     model = model_of(case)
     request = read_deepspeed(argument)

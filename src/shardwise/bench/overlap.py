@@ -148,7 +148,7 @@ def in_words(overlap: Overlap) -> str:
             busy_s = overlap.busy_s[kind]
             line = f"{kind:<16}{busy_s:>10.4f} s{busy_s / overlap.step_s:>8.1%} of the step"
             if kind in overlap.beside_compute_s:
-                line += f",{overlap.beside_compute_s[kind] / busy_s:>7.1%} of it beside compute"
+                line += f",{overlap.beside_compute_s[kind] / busy_s:>7.1%} of it during compute"
             lines.append(line)
     lines.append(f"{'nothing':<16}{overlap.idle_s:>10.4f} s{overlap.idle_s / overlap.step_s:>8.1%} of the step")
     return "\n".join(lines)

@@ -137,7 +137,7 @@ def require_same_optimizers(optimizers: Optimizers, saved: Optimizer | None, kee
             if key not in _RUNTIME_SETTINGS and not _is_alike(group.get(key), value):
                 raise CheckpointError(
                     f"the checkpoint's optimizer has {key}={value!r}, this one has {key}={group[key]!r}: load with "
-                    "keep_groups=True to go on with this one's settings"
+                    "keep_groups=True to continue with this one's settings"
                 )
     if scaler is not None and saved.scaler is not None:
         wanted = set(scaler.state())

@@ -100,7 +100,7 @@ class Layout:
         if self.params_as != AS_IS and self.optimizer == "whole":
             raise ConfigurationError(
                 f"layout: params_as={self.params_as!r} with optimizer='whole': parameters that every rank updates "
-                "never travel; leave it, or split the optimizer"
+                "are never sent; leave it, or split the optimizer"
             )
         if self.params_as != AS_IS and self.params_on != "device" and self.params != self.optimizer:
             raise ConfigurationError(

@@ -234,7 +234,7 @@ def _values(entry: Assessment) -> Json:
         "two_units": ", of two units at a time" if layout.activations_on == "host" else "",
         "num_slots": len(schedule.slot_bytes),
         "row_slots": f"; {NUM_ROW_SLOTS} of its parameters encoded" if schedule.row_slot_bytes else "",
-        "reduce_slots": slots if sent else "none: they rest whole",
+        "reduce_slots": slots if sent else "none: they stay whole",
         "loss": _LOSSES[training.loss],
         "loss_source": "trainer/loss.py" if training.loss == "chunked" else "torch's cross-entropy",
         "low": entry.reserved.low / 1e9,

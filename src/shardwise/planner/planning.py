@@ -211,7 +211,7 @@ def _why(assess: Assessor, entries: Sequence[Assessment], best: Assessment | Non
         return _why_off_device(entries, best)
     others = [entry for entry in entries if entry.fits and entry is not best]
     if assess.machine.cluster.world_size == 1:
-        return "it fits on one GPU, and there is nobody to share with"
+        return "it fits on one GPU, and there is no other rank to share with"
     is_fastest = all(entry.is_exact or entry.tokens_per_s <= best.tokens_per_s for entry in others)
     text = f"the fastest that fits{'' if is_fastest else ' and is exact'}, {best.step_s:.3g} s a step"
     for entry in others:
@@ -244,7 +244,7 @@ def _why_nothing_fits(assess: Assessor, entries: Sequence[Assessment]) -> str:
     advice = f"{least.name} {least.why_not}" + (f"; it would fit with {change}" if change else "")
     if not (rounding := [entry.name for entry in entries if entry.fits]):
         return f"nothing fits: {advice}"
-    return f"nothing exact fits: {advice}. {' and '.join(rounding)} would fit, and rounds what travels: ask for it"
+    return f"nothing exact fits: {advice}. {' and '.join(rounding)} would fit, and rounds what is sent: ask for it"
 
 
 MOST_NODES = 1024

@@ -87,7 +87,7 @@ def _lines(plan: Plan, width: int) -> Iterator[Line]:
         style = "bold green" if strategy is best else "" if strategy.fits else "dim"
         yield Line(f"{'>' if strategy is best else ' '} {text}"[:width], style)
     if not all(strategy.is_exact for strategy in plan.strategies):
-        yield Line(f"  {ROUNDS} rounds what travels: taken only if it is asked for", "dim")
+        yield Line(f"  {ROUNDS} rounds what is sent: chosen only on request", "dim")
     if any(strategy.is_tight for strategy in plan.strategies):
         yield Line("  tight: the upper end of what the allocator may reserve does not fit", "dim")
     if best is not None:

@@ -43,17 +43,17 @@ def offload_of(words: Sequence[str], wire: Sequence[str] = ()) -> Offload:
     folders = list(dict.fromkeys(folder for _, folder in found if folder))
     if len(folders) > 1:
         raise ConfigurationError(
-            f"offload: folders {folders[0]!r} and {folders[1]!r}: all that rests on disk is in one; name one of them"
+            f"offload: folders {folders[0]!r} and {folders[1]!r}: all state on disk is in one; name one of them"
         )
     moves = [move for move, _ in found if move]
     for word in wire:
         what, _, codec = word.partition("=")
         if not codec:
             raise ConfigurationError(
-                f"wire {word!r} does not say what travels as what; write params=int8 or grads=int4:feedback"
+                f"wire {word!r} does not say what is sent as what; write params=int8 or grads=int4:feedback"
             )
         if what not in ENCODABLE:
-            raise ConfigurationError(f"wire {word!r}: {what!r} does not travel; {did_you_mean(what, ENCODABLE)}")
+            raise ConfigurationError(f"wire {word!r}: {what!r} cannot be encoded; {did_you_mean(what, ENCODABLE)}")
         moves.append(f"{what}_as={codec}")
     return Offload(tuple(moves), Path(folders[0]).expanduser() if folders else None)
 

@@ -90,7 +90,7 @@ def learning_rate_rise(settings: Settings, before: float | None, step: int, num_
         return ""
     return (
         f"the learning rate goes up, from {before:.2e} at step {step} to {after:.2e} at step {step + 1}: now the "
-        f"schedule is {settings.lr_scheduler_type} to {settings.learning_rate:g} over {num_steps} steps; to go on "
+        f"schedule is {settings.lr_scheduler_type} to {settings.learning_rate:g} over {num_steps} steps; to continue "
         f"as it ended: --lr-scheduler-type constant --learning-rate {before:.3g}"
     )
 

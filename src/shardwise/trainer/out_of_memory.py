@@ -90,7 +90,7 @@ def explain(error: BaseException, context: FailureContext) -> MemoryExceededErro
     try:
         report = _report(error, context)
     except Exception as other:  # noqa: BLE001  a failure in here must not hide the first one
-        text = f"does not fit: {error}\n  more cannot be told: {other!r}"
+        text = f"does not fit: {error}\n  no details, because of {other!r}"
         report = {"time": time.time(), "rank": context.rank, "text": text}
     is_first = True
     if context.folder is not None:

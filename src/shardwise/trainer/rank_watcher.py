@@ -226,7 +226,7 @@ class RankWatcher:
             time.sleep(0.02)
         for rank in running:
             note = rank.note
-            where = f"is stopped (kill -CONT {note.pid} would let it go on)"
+            where = f"is stopped (kill -CONT {note.pid} would let it continue)"
             if rank in asked:
                 where = stack_of(self._folder, note.local_rank) or "does not answer"
             rank.where = f"  rank {note.rank}, process {note.pid}, {where}"

@@ -57,7 +57,7 @@ def saves_of(engine: Engine, num_moments: float, in_background: bool, free_host_
     )
     why_not = ""
     if in_background and any(unit.layout.uses_disk for unit in engine.schedule.units):
-        why_not = "state that rests on disk is read as it is written, and not copied to the host"
+        why_not = "state that is offloaded to disk is read as it is written, and not copied to the host"
     elif in_background and engine.host.size.host:
         copy, left = num_bytes // engine.mesh.world_size, free_host_bytes - engine.host.size.host
         left = min(exchange(hosts, left))
@@ -169,7 +169,10 @@ def _resumed(path: str, extra: dict[str, Any], say: Callable[[str], None]) -> Re
     if not set(extra) >= set(_OWN):
         step = extra.get("step")
         step = step if type(step) is int and step >= 0 else 0
-        say(f"{path} was not saved by shardwise train: it goes on after step {step}, with the data from its beginning")
+        say(
+            f"{path} was not saved by shardwise train: training continues after step {step}, with the data from its "
+            "beginning"
+        )
         return Resumed(path, step)
     for key, kind in _OWN.items():
         if type(extra[key]) is not kind:

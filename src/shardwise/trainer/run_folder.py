@@ -1,4 +1,4 @@
-"""The run folder: which one a run gets, what is in it, and which checkpoint it goes on from.
+"""The run folder: which one a run gets, what is in it, and which checkpoint it resumes from.
 
 config.json     the resolved settings; a file to train with again
 plan.json       the plan of memory and time
@@ -88,7 +88,7 @@ def _choice(settings: Settings, num_restarts: int) -> tuple[Path, Path | str | N
         is_taken = (folder / CONFIG).is_file() and is_other
     if is_taken:
         raise ConfigurationError(
-            f"output_dir {folder} holds another run: go on with it (--resume-from-checkpoint latest, or auto if it has "
+            f"output_dir {folder} holds another run: continue it (--resume-from-checkpoint latest, or auto if it has "
             "no checkpoint yet), or name another folder"
         )
     return folder, checkpoint
@@ -189,7 +189,7 @@ def failed_write(folder: Path, error: OSError | SaveError) -> SaveError | None:
             text = f"cannot write a file of this run: {error.strerror}"
         else:
             return None
-    fix = f"then go on with --output-dir {folder} --resume-from-checkpoint auto"
+    fix = f"then continue with --output-dir {folder} --resume-from-checkpoint auto"
     if not folder.is_dir():
         return SaveError(f"{text}; the run folder {folder} was moved or removed under the run: move it back, {fix}")
     return SaveError(f"{text}; see to it that {folder} can be written, {fix}")
@@ -200,7 +200,7 @@ def require_still_there(folder: Path) -> None:
     if not (folder / LOGS).is_dir():
         raise ConfigurationError(
             f"the run folder {folder} was moved or removed under the run, so it is not started again: move it back, "
-            "then go on with --resume-from-checkpoint auto"
+            "then continue with --resume-from-checkpoint auto"
         )
 
 
@@ -211,8 +211,8 @@ def _own(folder: Path) -> Path | None:
     broken = [path.name for path in (step_folder(root, step) for step in all_steps(root)) if path.is_dir()]
     if own is None and broken:
         raise CheckpointError(
-            f"{root} holds no complete checkpoint, but what is left of {', '.join(broken)}: name a checkpoint to go on "
-            "from, or move that folder away to begin anew"
+            f"{root} holds no complete checkpoint, but what is left of {', '.join(broken)}: name a checkpoint to "
+            "resume from, or move that folder to start over"
         )
     return own
 

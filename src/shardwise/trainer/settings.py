@@ -166,7 +166,7 @@ class Settings:
                 f"max_steps {self.max_steps} and num_train_epochs {self.num_train_epochs:g} both say when to stop: leave one out"
             )
         if self.divergence_ratio and self.divergence_ratio <= 1:
-            raise ConfigurationError(f"divergence_ratio: {self.divergence_ratio:g} must be above 1, or 0 to go on")
+            raise ConfigurationError(f"divergence_ratio: {self.divergence_ratio:g} must be above 1, or 0 to continue")
         for name in ("warmup_steps", "eval_steps", "save_steps"):
             steps = getattr(self, name)
             if steps > 1 and steps != int(steps):

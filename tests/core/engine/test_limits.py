@@ -1,4 +1,4 @@
-"""Memory of a process as a whole: what it takes is what was planned, and state that rests on disk needs none of it.
+"""Memory of a process as a whole: what it takes is what was planned, and state on disk needs none of it.
 
 On a processor the device's memory, the host's and the process's are one, so its resident size is held against the plan
 of all of them. Each run is a process of its own; what it has before it builds anything does not count.
@@ -173,6 +173,6 @@ def refused(folder: str) -> tuple[str, int]:
 def test_host_memory_that_the_system_refuses(run_ranks: Pool, tmp_path: Path) -> None:
     """All ranks hear of it, with the exit code of what does not fit."""
     for message, code in run_ranks(2, refused, str(tmp_path)):
-        assert "bytes of host memory for state that rests there (Cannot allocate memory)" in message
-        assert "let less rest on the host, or raise the limit" in message
+        assert "bytes of host memory for offloaded state (Cannot allocate memory)" in message
+        assert "offload less to the host, or raise the limit" in message
         assert code == 3

@@ -913,12 +913,12 @@ def save_in_the_background() -> None:
 REFUSALS: dict[str, tuple[Callable[[], None], str]] = {
     "no folder": (
         partial(shard_with, "zero3_nvme"),
-        r"ConfigurationError: .*rests on disk and no folder is named for it: give disk_path=",
+        r"ConfigurationError: .*is offloaded to disk and no folder is named for it: give disk_path=",
     ),
     "no folder on one rank": (on_last_rank_alone, r"ConfigurationError: .*no folder is named"),
     "a folder that is not there": (
         partial(shard_with, "zero3_nvme", disk_path="/nowhere/at/all"),
-        r"\w+Error: /nowhere/at/all is not a folder, and state should rest there",
+        r"\w+Error: /nowhere/at/all is not a folder, and state is to be offloaded there",
     ),
     "a file": (partial(shard_with, "zero3_nvme", disk_path=__file__), r"\w+Error: \S+test_offload\.py is not a folder"),
     "a folder for nothing": (
@@ -927,13 +927,16 @@ REFUSALS: dict[str, tuple[Callable[[], None], str]] = {
     ),
     "an optimizer of one's own on disk": (
         partial(shard_with, "zero3_nvme", make=NoRate, **disk_for("zero3_nvme")),
-        r"ConfigurationError: optimizer NoRate keeps its state in its own way, which cannot rest on disk",
+        r"ConfigurationError: optimizer NoRate keeps its state in its own way, which cannot be offloaded to disk",
     ),
     "an optimizer of whole matrices in chunks": (
         partial(shard_with, "ddp+optimizer=disk", make=torch.optim.Adafactor, **disk_for("zero3_nvme")),
         r"ConfigurationError: optimizer Adafactor needs whole matrices",
     ),
-    "hooks of an optimizer on disk": (partial(by_hand, "zero3_nvme"), r"StateError: unit '[\w.]+' rests on disk, and"),
+    "hooks of an optimizer on disk": (
+        partial(by_hand, "zero3_nvme"),
+        r"StateError: unit '[\w.]+' is offloaded to disk, and",
+    ),
     "parameters that never leave": (
         partial(shard_with, "zero2+params=host+optimizer=host"),
         r"ConfigurationError: layout: params_on='host' with gathered_until='always'",

@@ -71,7 +71,7 @@ def test_a_name_is_as_short_as_it_can_be() -> None:
         ("int8:-64", "unknown option '-64'"),
         ("int8:stochastic:stochastic", "'stochastic' twice; write it once"),
         ("bf16:256", "'bf16:256' with a block of 256: bf16 has no scales"),
-        ("as_is:64", "as_is has no scales, so it has no blocks; leave the block away"),
+        ("as_is:64", "as_is has no scales, so it has no blocks; leave out the block"),
         ("e4m3:asymmetric", "e4m3 cannot be asymmetric, only int8 and int4 can; write 'e4m3'"),
         ("bf16:stochastic", "bf16 cannot be stochastic"),
         ("int8:forwards", "unknown option 'forwards'; did you mean 'forward'?"),

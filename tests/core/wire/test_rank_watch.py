@@ -37,8 +37,8 @@ def test_ranks_that_do_the_same(state: State) -> None:
 @pytest.mark.parametrize(
     ("state", "words"),
     [
-        (peer([], "announcing", STEP), "rank 1 wants to go on with optimizer.step()"),
-        (peer([], "announcing", LARGE), "rank 1 wants to go on with all_gather of layers.0"),
+        (peer([], "announcing", STEP), "rank 1 wants to continue with optimizer.step()"),
+        (peer([], "announcing", LARGE), "rank 1 wants to continue with all_gather of layers.0"),
         (peer([STEP]), "rank 1 went on with optimizer.step()"),
         (peer([LARGE, SMALL], "collective"), "rank 1 went on with all_gather of layers.0"),
     ],

@@ -20,7 +20,7 @@ def all_or_none(world: Channel, prepare: Callable[[], T]) -> T:
     for rank, report in enumerate(reports):
         if report is not None:
             kind, reason = report
-            raise kind(f"rank {rank} cannot go on: {reason}")
+            raise kind(f"rank {rank} cannot continue: {reason}")
     return result  # type: ignore[return-value]
 
 

@@ -72,8 +72,8 @@ def _zeros(num_bytes: int) -> Tensor:
         memory = mmap.mmap(-1, round_up(num_bytes, ALIGNMENT), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
         raise NoRoomError(
-            f"the system refuses {num_bytes} bytes of host memory for state that rests there ({error.strerror}): "
-            f"let less rest on the host, or raise the limit (ulimit -v)"
+            f"the system refuses {num_bytes} bytes of host memory for offloaded state ({error.strerror}): "
+            f"offload less to the host, or raise the limit (ulimit -v)"
         ) from error
     try:
         memory.madvise(mmap.MADV_HUGEPAGE)
@@ -100,7 +100,7 @@ def _pin(row: Tensor) -> bool:
     logger.warning(
         "%d bytes of host memory could not be pinned (%s): they stay pageable, and copies to and from the device are "
         "slower and wait for each other. The limit of locked memory (RLIMIT_MEMLOCK, ulimit -l) is %s; raise it "
-        "(ulimit -l unlimited; Docker: --ulimit memlock=-1), or let less rest on the host.",
+        "(ulimit -l unlimited; Docker: --ulimit memlock=-1), or offload less to the host.",
         row.numel(),
         why,
         "unlimited" if soft == resource.RLIM_INFINITY else f"{soft} bytes",

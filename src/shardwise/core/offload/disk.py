@@ -249,7 +249,7 @@ class Disk:
             why, fix = str(error), _FIX
         failure = StoreError(
             f"{self.folder}: bytes {part.start} to {part.stop} of {region.what} could not be "
-            f"{'written' if is_put else 'read'}: {why}. What rests on this disk is lost: {fix}, and resume from the "
+            f"{'written' if is_put else 'read'}: {why}. The state on this disk is lost: {fix}, and resume from the "
             f"last checkpoint, which is as it was"
         )
         failure.__cause__ = error
@@ -330,7 +330,7 @@ def reserve(folder: Path, num_bytes: int) -> int:
     """Create an unnamed file of this size in an existing folder; its descriptor goes around the page cache."""
     if not folder.is_dir():
         raise PlaceError(
-            f"{folder} is not a folder, and state should rest there on disk: make it, or name one that is there"
+            f"{folder} is not a folder, and state is to be offloaded there: make it, or name one that is there"
         )
     seen = os.statvfs(folder)
     free = seen.f_bavail * seen.f_frsize
@@ -341,7 +341,7 @@ def reserve(folder: Path, num_bytes: int) -> int:
             file = os.dup(opened.fileno())
     except OSError as error:
         raise PlaceError(
-            f"{folder}: no file can be made there, and state should rest there on disk ({error.strerror}): "
+            f"{folder}: no file can be made there, and state is to be offloaded there ({error.strerror}): "
             f"let it be written to, or name another folder"
         ) from error
     try:
@@ -361,6 +361,6 @@ def reserve(folder: Path, num_bytes: int) -> int:
 
 def _no_room(folder: Path, num_bytes: int, free: int, why: str | None = None) -> NoRoomError:
     return NoRoomError(
-        f"{folder}: {num_bytes} bytes are needed for state that rests on disk, and {free} are free there"
-        f"{f' ({why})' if why else ''}: make room, name a folder on a larger disk, or let less rest on disk"
+        f"{folder}: {num_bytes} bytes are needed for state that is offloaded to disk, and {free} are free there"
+        f"{f' ({why})' if why else ''}: make room, name a folder on a larger disk, or offload less to disk"
     )

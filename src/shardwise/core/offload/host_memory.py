@@ -129,8 +129,8 @@ class HostMemory:
         if self.size.disk:
             if disk_path is None:
                 raise ConfigurationError(
-                    "something rests on disk and no folder is named for it: give disk_path=, a folder on a local disk "
-                    f"with {self.size.disk:,} bytes of room for each rank"
+                    "state is offloaded to disk and no folder is named for it: give disk_path=, a folder on a local "
+                    f"disk with {self.size.disk:,} bytes of room for each rank"
                 )
             self.disk = Disk(disk_path, self.size.disk, library())
         self.arena = Arena(self.size.host, pin=pin)

@@ -114,8 +114,8 @@ def refuse_unless_rows(optimizer: torch.optim.Optimizer) -> None:
     """Refuse an optimizer whose state cannot be on disk: it must come to the optimizer part by part."""
     if not type(optimizer).__module__.startswith("torch.optim."):
         raise ConfigurationError(
-            f"optimizer {type(optimizer).__name__} keeps its state in its own way, which cannot rest on disk: put it "
-            "on the host (optimizer=host), or use one of torch's, such as AdamW"
+            f"optimizer {type(optimizer).__name__} keeps its state in its own way, which cannot be offloaded to disk: "
+            "put it on the host (optimizer=host), or use one of torch's, such as AdamW"
         )
 
 

@@ -163,7 +163,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if error_if_nonfinite and not bool(torch.isfinite(norm)):
             raise StateError(
                 f"the gradients' norm of order {norm_type} is {float(norm)}, so they cannot be clipped: "
-                "error_if_nonfinite=False goes on, and sw.shard(..., skip_nonfinite=True) leaves such steps out"
+                "error_if_nonfinite=False continues, and sw.shard(..., skip_nonfinite=True) leaves such steps out"
             )
         self._multiply(final, torch.clamp(max_norm / (norm + 1e-6), max=1.0))
         return norm
@@ -342,7 +342,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         on_disk = [state for state in states if state.flat.master_on == "disk"]
         if on_disk:
             raise StateError(
-                f"unit {on_disk[0].unit_name!r} rests on disk, and {type(self.inner).__name__} must see all "
+                f"unit {on_disk[0].unit_name!r} is offloaded to disk, and {type(self.inner).__name__} must see all "
                 "parameters at once (it is not one of torch's, has step hooks, or was given a closure): put its state "
                 "on the host"
             )

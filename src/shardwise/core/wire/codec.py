@@ -171,4 +171,4 @@ def _aligned(num_bytes: int) -> int:
 
 
 def _without_blocks(kind: str) -> str:
-    return f"{kind} has no scales, so it has no blocks; leave the block away"
+    return f"{kind} has no scales, so it has no blocks; leave out the block"

@@ -77,7 +77,7 @@ class State:
 
     def __str__(self) -> str:
         what = {
-            "announcing": f"wants to go on with {self.what}, which the others must do too",
+            "announcing": f"wants to continue with {self.what}, which the others must do too",
             "barrier": "waits in a barrier of its own code",
             "code": "is in code of its own" + (f", idle for {self.idle_s:.0f} s" if self.idle_s > 1 else ""),
         }.get(self.doing, f"waits in {self.what}")
@@ -321,9 +321,9 @@ class Watch:
         if gone:
             cause = f"{'; '.join(gone.values())}, and the others wait"
         elif wait.doing == "announcing" and (difference := difference_from(wait.announced, passed, states)):
-            cause = f"the ranks do not do the same: rank {self.rank} wants to go on with {wait.what}, {difference}"
+            cause = f"the ranks do not do the same: rank {self.rank} wants to continue with {wait.what}, {difference}"
         elif len(states) == self.num_ranks and _is_deadlock(states, self._limits.hang_s):
-            cause = "no rank can go on"
+            cause = "no rank can continue"
         elif idle:
             cause = f"rank {idle[0]} does nothing, and rank {self.rank} waits for it"
         elif stopped:
@@ -343,7 +343,7 @@ class Watch:
             known = str(states[rank]) if rank in states else "does not answer"
             if self._stopped[rank]:
                 pid = self._neighbours.get(rank)
-                fix = "" if pid is None else f"; kill -CONT {pid} would let it go on"
+                fix = "" if pid is None else f"; kill -CONT {pid} would let it continue"
                 known = f"was stopped by a signal (SIGSTOP, Ctrl-Z){fix}"
             lines.append(f"  {gone[rank]}" if rank in gone else f"  rank {rank} {known}")
         return "\n".join(lines)
@@ -374,7 +374,7 @@ def difference_from(announced: int, passed: int, states: dict[int, State]) -> st
     for rank, state in states.items():
         events = {number: (checksum, f"went on with {what}") for number, checksum, what in state.recent}
         if state.doing == "announcing":
-            events[state.passed] = (state.announced, f"wants to go on with {state.what}")
+            events[state.passed] = (state.announced, f"wants to continue with {state.what}")
         checksum, what = events.get(passed, (announced, ""))
         if checksum != announced:
             return f"where rank {rank} {what}"

@@ -278,7 +278,7 @@ def _kernels() -> ModuleType:
     except ImportError as error:
         raise ConfigurationError(
             f"codecs on a CUDA device are Triton kernels, and triton cannot be imported ({error}); install the triton "
-            f"that belongs to torch {torch.__version__}, or let everything travel as_is"
+            f"that belongs to torch {torch.__version__}, or send everything as_is"
         ) from error
     return triton_codecs
 
