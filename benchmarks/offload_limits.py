@@ -29,6 +29,7 @@ from torch import Tensor, nn
 import shardwise as sw
 from shardwise.bench.pages import commit, processor
 from shardwise.core.engine.guards import engine_of
+from shardwise.core.offload.disk import Disk, Pending, Region
 
 from .disk_store import PLAIN, Plain
 from .pages import benchmark_page, show, spread, table
@@ -173,18 +174,32 @@ def rates(training: Training) -> dict[str, Any]:
     plain = Plain(Path(case.folder), case.plain_bytes)
     plain.go("write", *PLAIN["1 thread, 64 MiB"])  # blocks that were never written are not on the disk yet
     found: dict[str, Any] = {"updates": [], "plain": [], "is_direct": disk.is_direct}
+    moved = count_bytes(disk)
     for step in range(case.num_repetitions + 1):
         training.loss(step)
         training.engine.finish_updates()
-        before = disk.read_bytes + disk.written_bytes
+        moved.clear()
         taken = seconds_of(training.update_to_the_end)
         if step:  # state was zero before, and not read
-            found["updates"].append((disk.read_bytes + disk.written_bytes - before) / 1e9 / taken)
+            found["updates"].append(sum(moved) / 1e9 / taken)
             best = min(seconds_of(partial(plain.go, "both at once", *way)) for way in PLAIN.values())
             found["plain"].append(2 * case.plain_bytes / 1e9 / best)
-        found["update_bytes"] = disk.read_bytes + disk.written_bytes - before
+        found["update_bytes"] = sum(moved)
     plain.close()
     return found
+
+
+def count_bytes(disk: Disk) -> list[int]:
+    """The sizes of all requests from now on, without alignment."""
+    moved: list[int] = []
+    start = disk._start
+
+    def counted(region: Region, tensor: Tensor, at: int, is_put: bool) -> Pending:
+        moved.append(tensor.nbytes)
+        return start(region, tensor, at, is_put)
+
+    disk._start = counted  # type: ignore[method-assign]
+    return moved
 
 
 def seconds_of(do: Callable[[], object]) -> float:
