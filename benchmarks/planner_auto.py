@@ -52,9 +52,9 @@ from benchmarks.planner_measure import (
 )
 from shardwise.api import sharding
 from shardwise.api.preparation import training_of
+from shardwise.api.sharding import chosen_plan
 from shardwise.bench import fabric
 from shardwise.bench.measure import failure
-from shardwise.core.engine.guards import engine_of
 from shardwise.core.layout import AUTO, PRESETS
 from shardwise.core.mesh import everyone, make_axes
 from shardwise.core.precision import precision_of
@@ -210,7 +210,7 @@ def set_up_auto(case: Case, device: torch.device) -> Run:
 
 
 def chosen(run: Run) -> Answer:
-    plan = engine_of(run.model).chosen
+    plan = chosen_plan(run.model)
     assert plan is not None
     assert plan.recommended is not None
     cluster = plan.machine.cluster

@@ -24,7 +24,7 @@ import shardwise as sw
 from benchmarks.planner_auto import ENDLESS, Setting, batch_of, chosen, limits, room, told
 from benchmarks.planner_cases import Case
 from benchmarks.planner_measure import SEED, Answer, Run, batches_of, build
-from shardwise.core.engine.guards import engine_of
+from shardwise.api.sharding import chosen_plan
 from shardwise.core.layout import AUTO
 from shardwise.planner.planning import Plan
 from shardwise.trainer.optimizers import optimizer_for
@@ -138,6 +138,6 @@ def _steps(run: Run) -> Answer:
 
 def _plan_with_all(case: Case) -> Plan:
     with room(ENDLESS, CPU):
-        plan = engine_of(_set_up(case).model).chosen
+        plan = chosen_plan(_set_up(case).model)
     assert plan is not None
     return plan
