@@ -1,5 +1,7 @@
 """A rank that announces an event is apart from a rank with another event there, and from no other."""
 
+from dataclasses import replace
+
 import pytest
 
 from shardwise.core.wire.collective_order import Event
@@ -21,6 +23,10 @@ def peer(passed: list[Event], doing: Doing = "code", announces: Event | None = N
     return State(1, doing, what, 0.0, announced, number, recent, "", 0.0, [], [])
 
 
+# It has passed many more events than it can name.
+FAR_AHEAD = replace(peer([]), passed=AT + 500, recent=[(AT + 499, checksum_of(AT + 499, STEP), describe(STEP))])
+
+
 @pytest.mark.parametrize(
     "state",
     [
@@ -28,10 +34,11 @@ def peer(passed: list[Event], doing: Doing = "code", announces: Event | None = N
         peer([], "announcing", SMALL),
         peer([SMALL]),  # all have announced it; the asking rank had no processor since then
         peer([SMALL, STEP], "announcing", LARGE),
+        FAR_AHEAD,
     ],
 )
 def test_ranks_that_do_the_same(state: State) -> None:
-    assert not difference_from(checksum_of(AT, SMALL), AT, {1: state})
+    assert not difference_from(checksum_of(AT, SMALL), AT, {1: state}, is_overdue=False)
 
 
 @pytest.mark.parametrize(
@@ -44,4 +51,10 @@ def test_ranks_that_do_the_same(state: State) -> None:
     ],
 )
 def test_ranks_that_differ(state: State, words: str) -> None:
-    assert words in difference_from(checksum_of(AT, SMALL), AT, {1: state})
+    assert words in difference_from(checksum_of(AT, SMALL), AT, {1: state}, is_overdue=False)
+
+
+def test_a_rank_far_ahead_differs_from_one_that_has_waited_long() -> None:
+    assert "rank 1 went on with something else" in difference_from(checksum_of(AT, SMALL), AT, {1: FAR_AHEAD}, True)
+    assert not difference_from(checksum_of(AT, SMALL), AT, {1: peer([SMALL])}, True)
+    assert not difference_from(checksum_of(AT, SMALL), AT, {1: peer([])}, True)

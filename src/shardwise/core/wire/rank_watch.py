@@ -320,7 +320,9 @@ class Watch:
         cause = ""
         if gone:
             cause = f"{'; '.join(gone.values())}, and the others wait"
-        elif wait.doing == "announcing" and (difference := difference_from(wait.announced, passed, states)):
+        elif wait.doing == "announcing" and (
+            difference := difference_from(wait.announced, passed, states, waited_s > self._limits.hang_s)
+        ):
             cause = f"the ranks do not do the same: rank {self.rank} wants to continue with {wait.what}, {difference}"
         elif len(states) == self.num_ranks and _is_deadlock(states, self._limits.hang_s):
             cause = "no rank can continue"
@@ -366,16 +368,18 @@ def describe(event: Event) -> str:
     return f"{head}{whose}"
 
 
-def difference_from(announced: int, passed: int, states: dict[int, State]) -> str:
+def difference_from(announced: int, passed: int, states: dict[int, State], is_overdue: bool) -> str:
     """Describe a rank that has another event at the place `passed` than the announced one; empty if there is none.
 
     A rank that is further because all ranks have announced the same is no such rank: the one that asks got no processor
-    since then, and is about to see it."""
+    since then, and is about to see it. A rank so far ahead that its recent events do not show which it is (on a GPU
+    collectives are only queued) differs if the asking rank `is_overdue`."""
     for rank, state in states.items():
         events = {number: (checksum, f"went on with {what}") for number, checksum, what in state.recent}
         if state.doing == "announcing":
             events[state.passed] = (state.announced, f"wants to continue with {state.what}")
-        checksum, what = events.get(passed, (announced, ""))
+        is_beyond = is_overdue and state.passed > passed
+        checksum, what = events.get(passed, (announced + is_beyond, "went on with something else"))
         if checksum != announced:
             return f"where rank {rank} {what}"
     return ""
