@@ -1,4 +1,4 @@
-"""`sw.plan`: every strategy costed for a model on a cluster, before anything runs, and one of them recommended."""
+"""`sw.plan`: predicts memory and step time of every strategy for a model on a cluster, and recommends one."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -30,7 +30,7 @@ from .states import States, states_of
 from .subject import Built, Planned, model_of, subject_for
 from .training import USUAL_SEQ, Checkpointing, Lora, Training
 
-OPEN = "auto"
+OPEN = "auto"  # the plan chooses the checkpointing
 # Maximum number of sequences per micro-batch in the search.
 MOST_SEQUENCES = 64
 
@@ -54,7 +54,7 @@ class Plan:
 
     @cached_property
     def refusals(self) -> dict[str, str]:
-        """The change that would make a strategy fit, for each one that does not."""
+        """For each strategy that does not fit, by name: the change that would make it fit; empty if none does."""
         return {entry.name: nearest_change(self.assess, entry) for entry in self.found if not entry.fits}
 
     def __repr__(self) -> str:
@@ -64,8 +64,8 @@ class Plan:
         lines = [f"{self.subject.name} on {self.machine.cluster}: {self.why}"]
         for entry in self.found:
             need = f"{entry.needed_bytes / 1e9:,.1f} GB"
-            away = {"host": entry.host_bytes, "disk": entry.disk_bytes}
-            need += "".join(f", {size / 1e9:,.1f} on the {place}" for place, size in away.items() if size)
+            off_device = {"host": entry.host_bytes, "disk": entry.disk_bytes}
+            need += "".join(f", {size / 1e9:,.1f} on the {place}" for place, size in off_device.items() if size)
             lines.append(f"  {entry.name}: " + (f"{need}, {entry.step_s:.3f} s" if entry.fits else entry.why_not))
         return "\n".join(lines)
 
@@ -81,14 +81,14 @@ def plan(
     search: bool = True,
     **sizes: Any,
 ) -> "Plan | States":
-    """Cost every strategy for a model on a cluster, and recommend one.
+    """Predict memory and step time of every strategy for a model on a cluster, and recommend one.
 
     model: a name ("llama-3-8b"), a config.json (path, folder or contents), a shape, or a module (on the meta device).
         A config of an unknown family is planned as the module that transformers builds from it.
     cluster: "8xH100-80GB", or a value of `make_cluster`, which takes nodes and networks.
     training: settings of a step; or pass its fields as keywords: seq=4096, micro_batch=2, optimizer="adamw8bit".
     strategy: assess only this one; "auto+params_as=int8" is every preset with that change.
-    checkpointing: "auto" takes the least that fits; it is the default if no `training` is given. A module keeps the
+    checkpointing: "auto" uses as little as fits; it is the default if no `training` is given. A module keeps the
         checkpointing that it has.
     global_batch: sequences per step over all GPUs; each strategy gets the micro-batch that suits it best, unless one is
         given.
@@ -136,7 +136,7 @@ def plan_for(
     has_disk: bool = False,
     tie: float = TIE,
 ) -> Plan:
-    """Cost the choices and recommend one. Inexact strategies are recommended on request only (`only_exact`: no row).
+    """Assess strategies and recommend one. An inexact one is recommended only if requested; `only_exact`: never listed.
     `has_disk`: there is a folder for state on disk. `tie`: a plan this close to the fastest counts as equally fast."""
     moves = moves_behind_auto(strategy)
     if moves:
@@ -187,21 +187,21 @@ def batches_of(
     """Return pairs (micro-batch size, micro-batches per step); several if only their product is given."""
     if global_batch is None:
         return [(training.micro_batch, training.num_micro_batches)]
-    share, rest = divmod(global_batch, world_size)
-    if rest or share < 1:
+    per_gpu, rest = divmod(global_batch, world_size)
+    if rest or per_gpu < 1:
         raise ConfigurationError(
             f"a global batch of {global_batch} does not divide among {world_size} GPUs; give a multiple of {world_size}"
         )
     if has_micro_batch or training.num_micro_batches > 1:
         size, num = training.micro_batch, training.num_micro_batches
-        num = share // size if num == 1 else num
-        if size * num != share:
+        num = per_gpu // size if num == 1 else num
+        if size * num != per_gpu:
             raise ConfigurationError(
-                f"a global batch of {global_batch} is {share} sequences a GPU, but micro-batches of {size}"
-                f"{'' if num == share // size else f', {num} of them,'} do not make that; leave one of them out"
+                f"a global batch of {global_batch} is {per_gpu} sequences a GPU, but micro-batches of {size}"
+                f"{'' if num == per_gpu // size else f', {num} of them,'} do not make that; leave one of them out"
             )
         return [(size, num)]
-    return [(size, share // size) for size in range(1, min(share, MOST_SEQUENCES) + 1) if share % size == 0]
+    return [(size, per_gpu // size) for size in range(1, min(per_gpu, MOST_SEQUENCES) + 1) if per_gpu % size == 0]
 
 
 def _why(assess: Assessor, entries: Sequence[Assessment], best: Assessment | None) -> str:
@@ -237,17 +237,17 @@ def _why_off_device(entries: Sequence[Assessment], best: Assessment) -> str:
 
 
 def _why_nothing_fits(assess: Assessor, entries: Sequence[Assessment]) -> str:
-    """Explain it, and add the smallest change that makes the strategy with the least need fit."""
+    """Explain why nothing fits, and name a change that makes the strategy that needs the least memory fit."""
     exact = [entry for entry in entries if entry.is_exact] or list(entries)
     least = min(exact, key=lambda entry: entry.needed_bytes)
     change = nearest_change(assess, least)
     advice = f"{least.name} {least.why_not}" + (f"; it would fit with {change}" if change else "")
-    if not (rounding := [entry.name for entry in entries if entry.fits]):
+    if not (inexact := [entry.name for entry in entries if entry.fits]):
         return f"nothing fits: {advice}"
-    return f"nothing exact fits: {advice}. {' and '.join(rounding)} would fit, and rounds what is sent: ask for it"
+    return f"nothing exact fits: {advice}. {' and '.join(inexact)} would fit, and rounds what is sent: ask for it"
 
 
-MOST_NODES = 1024
+MOST_NODES = 1024  # that `nearest_change` tries
 # Flags of `shardwise plan` by field of `Training`.
 FLAGS = {
     "checkpointing": "--checkpointing",
@@ -274,16 +274,16 @@ def nearest_change(
 ) -> str:
     """Return the first change that makes the strategy fit, as command-line flags; empty if none does."""
     training = entry.training
-    for smaller in _smaller(training):
+    for smaller in _smaller_trainings(training):
         if _fits(assess, entry, smaller):
             return flags_for(training, smaller, flags)
     smallest = with_single_sequences(replace(training, checkpointing="full"))
-    for words, moved in offloaded(assess, entry):
-        for tried in dict.fromkeys((training, smallest)):
-            if _fits(assess, moved, tried):
-                found = assess(moved.name, moved.layouts, tried)
-                changed = f"{moving(moved.layouts[0])} {flags_for(training, tried, flags)}".rstrip()
-                return changed + _cost(words, entry, found)
+    for description, moved in offloaded(assess, entry):
+        for candidate in dict.fromkeys((training, smallest)):
+            if _fits(assess, moved, candidate):
+                after = assess(moved.name, moved.layouts, candidate)
+                changed = f"{moving(moved.layouts[0])} {flags_for(training, candidate, flags)}".rstrip()
+                return changed + _cost_text(description, entry, after)
     num_nodes = assess.machine.cluster.num_nodes
     while entry.layouts[0].optimizer == "world" and num_nodes < MOST_NODES:
         num_nodes *= 2
@@ -297,13 +297,13 @@ def offloaded(assess: Assessor, entry: Assessment) -> Iterator[tuple[str, Assess
     """Yield plans with more and more state on the host, each with a description; none if some is offloaded already."""
     if not entry.is_on_device or len(set(entry.layouts)) > 1 or entry.training.engine != "shardwise":
         return
-    words = ("the optimizer on the host", "optimizer and parameters on the host")
-    for said, layout in zip(words, on_host(entry.layouts[0]), strict=False):
-        yield said, assess(layout.name, [layout] * len(entry.layouts), entry.training)
+    descriptions = ("the optimizer on the host", "optimizer and parameters on the host")
+    for description, layout in zip(descriptions, on_host(entry.layouts[0]), strict=False):
+        yield description, assess(layout.name, [layout] * len(entry.layouts), entry.training)
 
 
 def on_host(layout: Layout) -> Iterator[Layout]:
-    """Yield the layout with gradients and optimizer on the host, then with the parameters, too, where possible."""
+    """Yield the layout with gradients and optimizer on the host; then, if possible, with the parameters there too."""
     moved = replace(layout, grads_on="host", optimizer_on="host", kept=0.0)
     yield moved
     try:
@@ -313,22 +313,22 @@ def on_host(layout: Layout) -> Iterator[Layout]:
     yield moved
 
 
-def _cost(words: str, before: Assessment, after: Assessment) -> str:
+def _cost_text(description: str, before: Assessment, after: Assessment) -> str:
     saved = (before.needed_bytes - after.needed_bytes) / 1e9
     times = before.tokens_per_s / after.tokens_per_s
-    return f" ({words}: {saved:,.1f} GB less on each GPU, {times:.2f}x the time)"
+    return f" ({description}: {saved:,.1f} GB less on each GPU, {times:.2f}x the time)"
 
 
 def _fits(assess: Assessor, entry: Assessment, training: Training) -> bool:
-    """Return True if the plan fits; False also for a change that cannot be planned (checkpointing without blocks)."""
+    """Return True if the plan fits. False also if it cannot be planned, such as checkpointing without blocks."""
     try:
         return assess(entry.name, entry.layouts, training).fits
     except ConfigurationError:
         return False
 
 
-def _smaller(training: Training) -> Iterator[Training]:
-    """Yield smaller trainings; each one includes the changes of those before it."""
+def _smaller_trainings(training: Training) -> Iterator[Training]:
+    """Yield trainings that need less and less memory: each includes the changes of those before it."""
     if training.checkpointing != "full":
         training = replace(training, checkpointing="full")
         yield training

@@ -1,12 +1,12 @@
 """Memory of a rank under torch's FSDP2 (`fully_shard`) at every instant of a step, to compare with ours.
 
-A gathered unit exists twice: in the collective's output, which lives until the next unit's output exists (in the
-backward, until it is copied), and in the parameters copied from it. The backward gathers one unit ahead. Gradients of
-a unit belong to autograd until its backward ends. They are then copied into the input of the reduction, which lives
-until the next one begins; its result is the gradient of the shard. The root stays gathered from the first forward to
-the end of the backward. Gradients are dropped before the next forward.
+A gathered unit exists twice: in the output of the all-gather, and in the parameters that are copied out of it. In the
+forward the output lives until that of the next unit exists, in the backward until it is copied. The backward prefetches
+one unit. Autograd holds the gradients of a unit until its backward ends. Then they are copied into the input of the
+reduce-scatter, which lives until the next one begins. The root stays gathered from the first forward to the end of the
+backward. Gradients are dropped before the next forward.
 
-Three streams allocate, and none reuses memory that another has freed: `pools` has the peak of each.
+Three streams allocate, and none reuses memory that another has freed: `Memory.pools` has the peak of each.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,14 +21,14 @@ from .peak import ACTIVATIONS, GATHERED, GRADS, LOSS, OPTIMIZER, PARAMS, REDUCE,
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wrapping:
-    """How `fully_shard` is called, as far as memory depends on it. Defaults: torchtitan since the middle of 2025.
+    """Options of a `fully_shard` training that change its memory. Defaults: torchtitan since the middle of 2025.
 
     `ends_apart`: the embedding is a unit, and so is the head with the last norm; otherwise they belong to the root, as
     in older torchtitan and in accelerate. `keeps_last`: the last unit stays gathered from its forward to its backward.
     `root_stays`: so does the root. `kept_logit_bytes`: bytes per logit (2, or 4 in fp32) if a variable of the training
-    loop keeps the logits of the last step alive until there are new ones.
+    loop holds the logits of the previous step until the next ones replace them; else 0.
     `compiles_loss`: cast, log-softmax and cross-entropy are one kernel, and the gradient of the logits another.
-    `is_foreach`: the optimizer makes a temporary of everything that it updates; a fused one makes none.
+    `is_foreach`: the optimizer allocates a temporary copy of everything that it updates; a fused one does not.
     """
 
     ends_apart: bool = True
@@ -41,13 +41,13 @@ class Wrapping:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Parameters that are gathered together. `collected_bytes`: output of the collective; `gathered_bytes`: parameters
-    copied out of it; `part_bytes`: this rank's input, if it is cast. A single rank needs no collective."""
+    """Parameters that are gathered together. `collected_bytes`: output of the all-gather (0 on a single rank);
+    `gathered_bytes`: parameters copied out of it; `part_bytes`: this rank's input, if it is cast."""
 
     gathered_bytes: int
     collected_bytes: int
     part_bytes: int
-    rest_bytes: int  # stays after the forward if the backward gathers within a node
+    rest_bytes: int  # what stays after the forward if the backward gathers only within a node
     summed_bytes: int  # input of the reduction
     grad_bytes: int  # output of the reduction
     stays: bool  # stays gathered from its forward to its backward
@@ -56,7 +56,7 @@ class Group:
 def grouped(
     schedule: Schedule, works: Mapping[str, Work], wrapping: Wrapping
 ) -> tuple[str, list[str], dict[str, Group]]:
-    """Return the root's name, the names of the units that run after it in order, and the group of each."""
+    """Return the root's name, the names of the other units in the order of their forwards, and the group of each."""
     units = {unit.name: unit for unit in schedule.units}
     root = next((unit.name for unit in schedule.units if unit.holds_units), schedule.units[0].name)
     names = [name for name in works if name != root]
@@ -64,28 +64,28 @@ def grouped(
         raise ConfigurationError(f"engine 'fsdp2': all of the model is one unit, {root!r}; it is planned for blocks")
     last = names[-1]
     ends = [name for name in names if name in units and (works[name].kind == "loss" or not units[name].backward_reads)]
-    inside: dict[str, list[UnitPlan]] = {name: [units[name]] for name in (root, *names) if name in units}
+    plans_of: dict[str, list[UnitPlan]] = {name: [units[name]] for name in (root, *names) if name in units}
     if not wrapping.ends_apart:
         for name in ends:
-            inside[root] += inside.pop(name)
-    elif last in inside:
-        inside[last] += inside[root]
-        inside[root] = []
-    groups = {name: _group(plans) for name, plans in inside.items()}
+            plans_of[root] += plans_of.pop(name)
+    elif last in plans_of:
+        plans_of[last] += plans_of[root]
+        plans_of[root] = []
+    groups = {name: _group(plans) for name, plans in plans_of.items()}
     return root, names, {name: groups.get(name, groups[root]) for name in (root, *names)}
 
 
 def _group(units: Sequence[UnitPlan]) -> Group:
     flats = [flat for unit in units for flat in unit.flats]
-    whole = [flat for flat in flats if not flat.master_is_whole]
-    split = [flat for flat in whole if flat.num_master < flat.num_elems]
-    cast = [flat for flat in split if flat.master != flat.compute]
+    gathered = [flat for flat in flats if not flat.master_is_whole]
+    sharded = [flat for flat in gathered if flat.num_master < flat.num_elems]
+    cast = [flat for flat in sharded if flat.master != flat.compute]
     trained = [flat for flat in flats if flat.trainable]
     return Group(
-        gathered_bytes=sum(flat.num_elems * flat.compute.itemsize for flat in whole),
-        collected_bytes=sum(flat.num_elems * flat.compute.itemsize for flat in split),
+        gathered_bytes=sum(flat.num_elems * flat.compute.itemsize for flat in gathered),
+        collected_bytes=sum(flat.num_elems * flat.compute.itemsize for flat in sharded),
         part_bytes=sum(flat.num_master * flat.compute.itemsize for flat in cast),
-        rest_bytes=sum(flat.num_rest * flat.compute.itemsize for flat in split if flat.rest_on),
+        rest_bytes=sum(flat.num_rest * flat.compute.itemsize for flat in sharded if flat.rest_on),
         summed_bytes=sum(flat.num_elems * flat.reduce.itemsize for flat in trained),
         grad_bytes=sum(flat.num_master * flat.master.itemsize for flat in trained),
         stays=any(unit.layout.gathered_until != "forward" for unit in units),
@@ -109,7 +109,7 @@ def fsdp2_memory_of(
 
 
 class _Step(MemoryWalk):
-    """Tracks memory by class and by stream through the calls of torch's hooks in a step."""
+    """Tracks memory by class and by stream through a step, in the order in which torch's hooks run."""
 
     def __init__(self, schedule: Schedule, works: Mapping[str, Work], training: Training, wrapping: Wrapping) -> None:
         super().__init__()
@@ -117,13 +117,13 @@ class _Step(MemoryWalk):
         self.pools, self.pool_peaks = [0, 0, 0], [0, 0, 0]
         self.root_name, self.names, self.groups = grouped(schedule, works, wrapping)
         self.root = self.groups[self.root_name]
-        # Groups in the order of their forwards.
+        # Groups in the order of their forwards, without the root.
         self.chain = [self.groups[name] for name in self.names if self.groups[name] is not self.root]
         self.gathered: set[int] = set()
         self.on_its_way: Group | None = None  # prefetched for the backward
-        self.kept_output = 0  # output bytes of the last gather of a forward
-        self.kept_input = 0  # input bytes of the last reduction
-        self.grads_of: dict[int, int] = {}  # autograd's gradients that wait for their reduction
+        self.kept_output = 0  # bytes of the output of the forward's last all-gather
+        self.kept_input = 0  # bytes of the input of the last reduce-scatter
+        self.grads_of: dict[int, int] = {}  # by group: bytes of gradients that are not yet reduced
         last = self.names[-1]
         products = works[last].products if training.loss == "plain" else ()
         self.num_logits = products[-1].m * products[-1].n if products else 0
@@ -163,15 +163,15 @@ class _Step(MemoryWalk):
             if group is not self.root:
                 self._gather_for_forward(name, input_bytes)
             if name == self.names[-1]:
-                # The root's forward ends before the loss; only the head's logits are left then.
-                self._leave_forward(group)
+                # The root's forward ends before the loss, which needs only the logits.
+                self._end_forward(group)
                 if not self.wrapping.root_stays:
-                    self._let_go(self.root)
+                    self._release(self.root)
                 self.hold(GATHERED, -self.kept_output, GATHER_STREAM)
                 self.kept_output = 0
             input_bytes = self._run_forward(name, input_bytes)
             if name != self.names[-1]:
-                self._leave_forward(group)
+                self._end_forward(group)
 
     def _run_forward(self, name: str, input_bytes: int) -> int:
         work = self.works[name]
@@ -182,24 +182,24 @@ class _Step(MemoryWalk):
 
     def _gather_for_forward(self, name: str, input_bytes: int) -> None:
         group = self.groups[name]
-        self._collect(group)
+        self._allocate_gather(group)
         self.note(f"gather {name}", ACTIVATIONS, input_bytes)
         self.hold(GATHERED, -group.part_bytes - self.kept_output, GATHER_STREAM)
         self.kept_output = group.collected_bytes
         self.hold(GATHERED, group.gathered_bytes)
         self.gathered.add(id(group))
 
-    def _collect(self, group: Group) -> None:
-        """Allocate the output of the collective, and this rank's input until it is copied in."""
+    def _allocate_gather(self, group: Group) -> None:
+        """Allocate the output of the all-gather, and this rank's input, which the caller frees once it is copied in."""
         self.hold(GATHERED, group.part_bytes + group.collected_bytes, GATHER_STREAM)
 
-    def _leave_forward(self, group: Group) -> None:
+    def _end_forward(self, group: Group) -> None:
         is_last = bool(self.chain) and group is self.chain[-1]
         if group is not self.root and not group.stays and not (is_last and self.wrapping.keeps_last):
-            self._let_go(group)
+            self._release(group)
             self.hold(GATHERED, group.rest_bytes)
 
-    def _let_go(self, group: Group) -> None:
+    def _release(self, group: Group) -> None:
         if id(group) in self.gathered:
             self.gathered.discard(id(group))
             self.hold(GATHERED, -group.gathered_bytes)
@@ -208,36 +208,36 @@ class _Step(MemoryWalk):
         last = self.names[-1]
         loss = self.works[last]
         self.note("backward loss", LOSS, loss.output_bytes + loss.backward_peak_bytes)
-        self._gather_again(self.root_name, loss)
-        self._gather_ahead(len(self.chain) - 1)
+        self._gather_for_backward(self.root_name, loss)
+        self._prefetch(len(self.chain) - 1)
         for position in reversed(range(len(self.names))):
             name = self.names[position]
             group, work = self.groups[name], self.works[name]
             if group is not self.root:
-                self._gather_again(name, work)
-                self._gather_ahead(next(index for index, other in enumerate(self.chain) if other is group) - 1)
+                self._gather_for_backward(name, work)
+                self._prefetch(next(index for index, other in enumerate(self.chain) if other is group) - 1)
             if name == last:
-                self._backward_of_head(loss)
+                self._note_head_backward(loss)
             else:
                 self.note(f"backward {name}", ACTIVATIONS, work.output_bytes + work.backward_peak_bytes)
             self.hold(LOSS if name == last else ACTIVATIONS, -work.saved_bytes)
-            self._wait_with(group, work.grad_bytes)
+            self._hold_grads(group, work.grad_bytes)
             before = self.works[self.names[position - 1]].output_bytes if position else 0
-            # Token ids have no gradient, so the unit that reads them is reduced at the end.
+            # Token ids have no gradient, so torch reduces the unit that reads them at the end of the backward.
             if group is not self.root and position:
                 self._reduce(name, group, before, is_first)
         root = self.works[self.root_name]
         self.note(f"backward {self.root_name}", ACTIVATIONS, root.output_bytes + root.backward_peak_bytes)
         self.hold(ACTIVATIONS, -root.saved_bytes)
-        self._wait_with(self.root, root.grad_bytes)
+        self._hold_grads(self.root, root.grad_bytes)
         self._reduce(self.root_name, self.root, 0, is_first)
         if self.groups[self.names[0]] is not self.root:
             self._reduce(self.names[0], self.groups[self.names[0]], 0, is_first)
         self.hold(REDUCE, -self.kept_input)
         self.kept_input = 0
 
-    def _backward_of_head(self, loss: Work) -> None:
-        """Run after the gradient of the logits exists; the logit-sized tensors that the loss saved are freed."""
+    def _note_head_backward(self, loss: Work) -> None:
+        """Note the head's backward: the logits have a gradient, and the loss has freed its tensors of that size."""
         if not self.num_logits:
             self.note("backward head", LOSS, loss.output_bytes + loss.backward_peak_bytes)
             return
@@ -245,19 +245,19 @@ class _Step(MemoryWalk):
         saved = self.itemsize if self.wrapping.compiles_loss else FP32_BYTES
         self.note("backward head", LOSS, (self.itemsize - saved) * self.num_logits + loss.grad_bytes + before)
 
-    def _gather_ahead(self, position: int) -> None:
+    def _prefetch(self, position: int) -> None:
         if position >= 0 and id(self.chain[position]) not in self.gathered:
             self.on_its_way = self.chain[position]
-            self._collect(self.on_its_way)
+            self._allocate_gather(self.on_its_way)
             self.note("gather ahead")
             self.hold(GATHERED, -self.on_its_way.part_bytes, GATHER_STREAM)
 
-    def _gather_again(self, name: str, work: Work) -> None:
+    def _gather_for_backward(self, name: str, work: Work) -> None:
         group = self.groups[name]
         if id(group) in self.gathered:
             return
         if self.on_its_way is not group:
-            self._collect(group)
+            self._allocate_gather(group)
             self.hold(GATHERED, -group.part_bytes, GATHER_STREAM)
         self.on_its_way = None
         self.hold(GATHERED, group.gathered_bytes - group.rest_bytes)
@@ -265,12 +265,12 @@ class _Step(MemoryWalk):
         self.note(f"gather {name} again", ACTIVATIONS, work.output_bytes)
         self.hold(GATHERED, -group.collected_bytes, GATHER_STREAM)
 
-    def _wait_with(self, group: Group, num_bytes: int) -> None:
+    def _hold_grads(self, group: Group, num_bytes: int) -> None:
         self.hold(GRADS, num_bytes)
         self.grads_of[id(group)] = self.grads_of.get(id(group), 0) + num_bytes
 
     def _reduce(self, name: str, group: Group, before: int, is_first: bool) -> None:
-        self._let_go(group)
+        self._release(group)
         self.hold(REDUCE, group.summed_bytes - self.kept_input)
         self.kept_input = group.summed_bytes
         self.note(f"reduce {name}", ACTIVATIONS, before)
@@ -285,7 +285,7 @@ class _Step(MemoryWalk):
 
 
 def _compiled(loss: Work, num_logits: int, itemsize: int) -> Work:
-    """Work of a compiled loss: it saves the logits instead of fp32 scores, and makes one gradient instead of two."""
+    """Return the work of a compiled loss: it saves the logits, not fp32 scores, and allocates one gradient, not two."""
     return replace(
         loss,
         saved_bytes=loss.saved_bytes - (FP32_BYTES - itemsize) * num_logits,

@@ -1,15 +1,15 @@
-"""Time of a step: the engine's lanes, played through on the list of events that the engine executes.
+"""Predicted time of a step: a simulation of the list of events that the engine executes.
 
-A gather begins when everything before it in the list has been computed, and its unit waits for it. There are two
-reduction slots, so the backward after the next one waits for a reduction. Updates wait for the gradients of their unit
-(with clipping: of all units). The host updates one unit after the other: of those whose gradients have arrived, the one
-that the next forward needs first. The host queues everything in order, and the computation cannot overtake it. Two
-steps are simulated and the second is reported: it starts like one in the middle of a run.
+A gather begins when all computation before it in the list has ended, and the computation of its unit waits for it.
+There are two reduction slots, so a backward waits for the reduction of the unit two before it. Updates wait for the
+gradients of their unit (with clipping: of all units). The host updates one unit at a time: among those whose gradients
+have arrived, the one that the next forward needs first. The host launches all kernels in order, and a kernel cannot run
+before its launch. Two steps are simulated; the second is reported, because it starts like one in the middle of a run.
 
 Every transfer is an operation. It waits in a queue (a communicator, one direction of the bus, the host, the disk) and
-for its predecessor in its chain, and occupies a wire for some seconds. A wire is modelled by the time at which it is
-free again, as on the emulated fabric (`bench/fabric.py`). The bus has a wire for each direction and one for both. An
-update of state on disk is one operation of host and disk, which work chunk by chunk in parallel.
+for the operation before it in its chain. Then it occupies one or more wires. A wire is modelled by the time at which it
+is free again, as on the emulated fabric (`bench/fabric.py`). The bus has a wire for each direction and one for both. An
+update of state on disk is one operation on host and disk, since the engine reads, updates and writes in a pipeline.
 """
 
 from collections import deque
@@ -25,14 +25,14 @@ from ..hardware.links import plan_transfer
 from .compute import UnitSeconds
 from .peak import NUM_THERE
 
-Queue = tuple[str, str]
-# Seconds on each named wire, and the latency at the end.
+Queue = tuple[str, str]  # a lane, and the name of one of its queues
+# Pairs (wire, seconds that it is occupied), and the latency that follows.
 Cost = tuple[tuple[tuple[str, float], ...], float]
 
 COLLECTIVES = ("gather", "reduce")
 COPY, DISK, HOST = "copy", "disk", "host"
 _LANES = {"to_device": COPY, "to_host": COPY, "read": DISK, "write": DISK}
-# Bandwidth of both directions of the bus together, relative to one alone: 38 GB/s each and 54 GB/s, on one H200.
+# Total bandwidth of both directions of the bus, relative to one direction: 54 and 38 GB/s, measured on an H200.
 BOTH_WAYS = 1.4
 
 
@@ -48,7 +48,7 @@ class Span:
 
 @dataclass(slots=True, eq=False)
 class Op:
-    """A queued operation; `end_s` is negative until it has begun."""
+    """A queued operation, which waits for `before`. `end_s` is negative until the operation has begun."""
 
     queue: Queue
     name: str
@@ -59,7 +59,7 @@ class Op:
 
 
 def cost_of(call: Call, cluster: Cluster, wear: Overheads = IDEAL) -> Cost:
-    """Cost of a collective on the wires of one rank. A switch that reduces makes all-reduces inside a node faster."""
+    """Return the cost of a collective on one rank. `cluster.switch`: a link that speeds up all-reduces in a node."""
     fabric, world = cluster.fabric, cluster.world_size
     ranks = range(0, world, max(1, world // call.num_ranks)) if call.axis == "replicate" else range(call.num_ranks)
     num_hops = ranks[-1] // fabric.node_size
@@ -74,12 +74,12 @@ class Lanes:
     """Simulates the operations of one rank in the order in which they begin."""
 
     def __init__(self, cluster: Cluster, wear: Overheads) -> None:
-        self._cluster, self._wear = cluster, wear
+        self._cluster, self._overheads = cluster, wear
         self._queues: dict[Queue, deque[Op]] = {}
         self._queue_free: dict[Queue, float] = {}
         self._wire_free: dict[str, float] = {}
         self._costs: dict[Call, Cost] = {}
-        self._busy: list[tuple[float, float]] = []  # intervals of collectives that may overlap with computation
+        self._busy: list[tuple[float, float]] = []  # (begin, end) of collectives that slow computation down
         self.busy_s: dict[str, float] = {}
         self.spans: list[Span] = []
 
@@ -88,13 +88,13 @@ class Lanes:
         for call in calls:
             cost = self._costs.get(call)
             if cost is None:
-                cost = self._costs[call] = cost_of(call, self._cluster, self._wear)
+                cost = self._costs[call] = cost_of(call, self._cluster, self._overheads)
             after = self._queue(Op((lane, call.axis), name, ready_s, after, cost))
         return after
 
     def coding_s(self, num_bytes: int) -> float:
-        """Seconds that the device takes to read and write these bytes while it encodes or decodes."""
-        return num_bytes / (self._wear.coding * self._cluster.gpu.hbm_bytes_per_s)
+        """Return the seconds in which the device reads and writes these bytes to encode or decode them."""
+        return num_bytes / (self._overheads.coding * self._cluster.gpu.hbm_bytes_per_s)
 
     def start_coding(self, queue: Queue, name: str, num_bytes: int, ready_s: float, after: Op | None) -> Op | None:
         """Queue encoding or decoding on the device, which occupies no wire. 0 bytes need no operation."""
@@ -118,7 +118,7 @@ class Lanes:
         return (move.way, wire_s), (DISK, wire_s)
 
     def start_update(self, name: str, num_elems: int, moves: Sequence[Move], ready_s: float) -> Op:
-        """Queue an update on the host. `moves`: its reads and writes on disk, which run at the same time."""
+        """Queue an update on the host. `moves`: its reads from disk and writes to disk, which overlap with it."""
         host_s = num_elems * self._cluster.node_size / self._cluster.host_adam_elems_per_s
         wires = ((HOST, host_s), *(wire for move in moves for wire in self._wires(move)))
         return self._queue(Op((HOST, HOST), name, ready_s, None, (wires, 0.0)))
@@ -137,11 +137,11 @@ class Lanes:
         return op.end_s
 
     def run_until(self, instant_s: float) -> bool:
-        """Start all operations that begin before the instant; return False if there were none."""
-        did = False
+        """Begin all operations that can begin before `instant_s`; return False if there were none."""
+        any_began = False
         while self._begin_next(instant_s):
-            did = True
-        return did
+            any_began = True
+        return any_began
 
     def _begin_next(self, before_s: float) -> bool:
         first: Op | None = None
@@ -149,14 +149,14 @@ class Lanes:
         for queue, ops in self._queues.items():
             if ops:
                 op = ops[0]
-                op_s = max(op.ready_s, self._queue_free[queue])
+                op_begin_s = max(op.ready_s, self._queue_free[queue])
                 if op.before is not None:
                     if op.before.end_s < 0.0:
                         continue
-                    op_s = max(op_s, op.before.end_s)
-                # If two begin at the same time, the gather is first: the engine queues it first.
-                if op_s < begin_s or (op_s == begin_s and queue[0] == "gather" and first is not None):
-                    first, begin_s = op, op_s
+                    op_begin_s = max(op_begin_s, op.before.end_s)
+                # Of two that can begin at the same time, a gather is first, because the engine queues it first.
+                if op_begin_s < begin_s or (op_begin_s == begin_s and queue[0] == "gather" and first is not None):
+                    first, begin_s = op, op_begin_s
         if first is None:
             return False
         begun_s = done_s = begin_s
@@ -172,24 +172,24 @@ class Lanes:
                 self.spans.append(Span(DISK, first.name, wire_begin_s, free_s))
         first.end_s = self._queue_free[first.queue] = done_s + latency_s
         self._queues[first.queue].popleft()
-        if self._wear.contention != 1.0 and lane in COLLECTIVES and wires:
+        if self._overheads.contention != 1.0 and lane in COLLECTIVES and wires:
             self._busy.append((begun_s, first.end_s))
             self._busy.sort()
         self.spans.append(Span(lane, first.name, begun_s, first.end_s))
         return True
 
     def computed(self, begin_s: float, work_s: float) -> float:
-        """Return the end of work that starts at `begin_s`, slowed down while collectives run."""
-        if self._wear.contention == 1.0:
+        """Return when computation that starts at `begin_s` ends. It is slower while collectives run."""
+        if self._overheads.contention == 1.0:
             return begin_s + work_s
-        end_s = self._stretched(begin_s, work_s)
+        end_s = self._slowed_end_s(begin_s, work_s)
         while self.run_until(end_s):
-            end_s = self._stretched(begin_s, work_s)
+            end_s = self._slowed_end_s(begin_s, work_s)
         self._busy = [span for span in self._busy if span[1] > end_s]
         return end_s
 
-    def _stretched(self, begin_s: float, work_s: float) -> float:
-        slow = self._wear.contention
+    def _slowed_end_s(self, begin_s: float, work_s: float) -> float:
+        slowdown = self._overheads.contention
         now_s, left_s = begin_s, work_s
         for begun_s, ended_s in self._busy:
             if ended_s <= now_s:
@@ -199,33 +199,33 @@ class Lanes:
                     break
                 left_s -= begun_s - now_s
                 now_s = begun_s
-            if now_s + left_s * slow <= ended_s:
-                return now_s + left_s * slow
-            left_s -= (ended_s - now_s) / slow
+            if now_s + left_s * slowdown <= ended_s:
+                return now_s + left_s * slowdown
+            left_s -= (ended_s - now_s) / slowdown
             now_s = ended_s
         return now_s + left_s
 
 
-# Lanes on which the engine encodes and decodes: one for gathers; reductions start on one and finish on another.
+# Queues in which the device encodes and decodes: one for gathers, one each for start and end of reductions.
 GATHER_LANE, START_LANE, FINISH_LANE = ("gather", "coding"), ("reduce", "start"), ("reduce", "finish")
 
 
 class StepSimulator:
-    """Simulates a step: the computation, and the host that queues it."""
+    """Simulates a step: the computation, the host that launches its kernels, and the transfers (`lanes`)."""
 
     def __init__(self, schedule: Schedule, seconds: Mapping[str, UnitSeconds], lanes: Lanes, wear: Overheads) -> None:
-        self.lanes, self._wear = lanes, wear
+        self.lanes, self._overheads = lanes, wear
         self._seconds = seconds
         units = {unit.name: unit for unit in schedule.units}
         self._has_slot = {name: unit.reduced_bytes > 0 for name, unit in units.items()}
-        self._leaves_its_place = {
+        self._has_leaving_grads = {
             name: any(flat.host_updates and not flat.grads_on_host for flat in unit.flats)
             for name, unit in units.items()
         }
         self._position_of = {schedule.units[unit].name: position for position, unit in enumerate(schedule.order)}
-        self._compute_s = self._host_s = self._stolen_s = 0.0
+        self._compute_s = self._host_s = self._extra_s = 0.0  # end of computation, end of host work, added delay
         self._host_updates: dict[str, Op] = {}
-        self._updating_until_s = 0.0
+        self._host_updates_end_s = 0.0
         self.forget()
 
     def forget(self) -> None:
@@ -239,42 +239,42 @@ class StepSimulator:
         """Simulate one step; return the time at which its computation ends."""
         self._gathers: dict[str, Op] = {}
         self._updates_before: dict[str, Op] = {}
-        # By unit: its last collective, and the last operation before the host can read its gradients.
+        # By unit: the end of its reduction, and the end of the copy of its gradients to the host.
         self._reductions: dict[str, Op | None] = {}
         self._arrivals: dict[str, Op | None] = {}
         self._slots: deque[Op | None] = deque([None] * NUM_REDUCTIONS, NUM_REDUCTIONS)
-        self._places: deque[Op | None] = deque([None] * NUM_LEAVING, NUM_LEAVING)
-        self._stowed: dict[str, Op] = {}
-        self._stowing: deque[Op | None] = deque([None] * NUM_THERE, NUM_THERE)
-        self._fetched: dict[str, Op] = {}
-        self._normed_s = self._updated_s = 0.0
+        self._leaving_grads: deque[Op | None] = deque([None] * NUM_LEAVING, NUM_LEAVING)
+        self._offloaded: dict[str, Op] = {}
+        self._offloads: deque[Op | None] = deque([None] * NUM_THERE, NUM_THERE)
+        self._fetches: dict[str, Op] = {}
+        self._norm_end_s = self._updates_end_s = 0.0
         last_forward = max(index for index, event in enumerate(events) if event.verb == "forward")
         for index, event in enumerate(events):
             if event.verb == "gather":
                 self._gather(event)
             elif event.verb == "forward":
                 unit = self._seconds[event.unit]
-                # There is room for the activations of this unit and of one other.
-                self._compute(event, unit.forward, unit.forward_kernels, self.lanes.end_of(self._stowing[0]))
+                # The device has memory for the activations of this unit and of one that is being copied.
+                self._compute(event, unit.forward, unit.forward_kernels, self.lanes.end_of(self._offloads[0]))
             elif event.verb in ("stow", "fetch"):
                 self._copy_activations(event)
             elif event.verb == "backward":
                 unit = self._seconds[event.unit]
-                self._compute(event, unit.backward, unit.backward_kernels, self._place_for(event.unit))
+                self._compute(event, unit.backward, unit.backward_kernels, self._backward_ready_s(event.unit))
             elif event.verb == "reduce":
                 self._reduce(event, is_last=index > last_forward)
             elif event.verb == "update":
                 self._update(event)
             else:
-                self._meet(event)
+                self._exchange(event)
         self._update_on_host([event for event in events if event.host_elems])
         arrived_s = max(map(self.lanes.end_of, self._arrivals.values()), default=0.0)
-        self._compute_s = max(self._compute_s, self._updated_s, self._host_s, arrived_s)
+        self._compute_s = max(self._compute_s, self._updates_end_s, self._host_s, arrived_s)
         self.lanes.run_until(self._compute_s)
         return self._compute_s
 
     def _gather(self, event: Event) -> None:
-        self._host_s += self._wear.event_s
+        self._host_s += self._overheads.event_s
         name = f"gather {event.unit}"
         ready_s = max(self._compute_s, self._host_s)
         last = self._host_updates.pop(event.unit, None)
@@ -283,10 +283,10 @@ class StepSimulator:
         for move in event.moves:
             if move.way in ("read", "to_device"):
                 last = self.lanes.start_move(name, move, ready_s, last, "gather")
-        # Casts and encodings run at the same time as the computation, and slow it down by their duration.
+        # Casts and encodings run next to the computation, and delay it by their own duration.
         cast_s = self._seconds[event.unit].cast
-        self._stolen_s += cast_s
-        self._stolen_s += self.lanes.coding_s(event.encode_bytes + event.decode_bytes)
+        self._extra_s += cast_s
+        self._extra_s += self.lanes.coding_s(event.encode_bytes + event.decode_bytes)
         last = self.lanes.start_coding(GATHER_LANE, name, event.encode_bytes, ready_s + cast_s, last)
         last = self.lanes.start_calls("gather", name, event.calls, ready_s + cast_s, last)
         last = self.lanes.start_coding(GATHER_LANE, name, event.decode_bytes, ready_s + cast_s, last)
@@ -298,37 +298,37 @@ class StepSimulator:
 
     def _compute(self, event: Event, work_s: float, num_kernels: float, not_before_s: float) -> None:
         if event.unit in self._updates_before:
-            # The host queues the unit only when its weights are updated.
+            # The host launches the unit only after it has updated the weights.
             self._host_s = max(self._host_s, self.lanes.end_of(self._updates_before.pop(event.unit)))
         begin_s = max(self._compute_s, self._host_s, not_before_s)
-        self._host_s += num_kernels * self._wear.launch_s
+        self._host_s += num_kernels * self._overheads.launch_s
         if event.unit in self._gathers:
             begin_s = max(begin_s, self.lanes.end_of(self._gathers.pop(event.unit)))
-        # The last kernel of the unit has to be queued, too.
-        self._compute_s = max(self.lanes.computed(begin_s, work_s + self._stolen_s), self._host_s)
-        self._stolen_s = 0.0
+        # The unit cannot end before its last kernel is launched.
+        self._compute_s = max(self.lanes.computed(begin_s, work_s + self._extra_s), self._host_s)
+        self._extra_s = 0.0
         self.work_s += work_s
         self.spans.append(Span("compute", f"{event.verb} {event.unit}", begin_s, self._compute_s))
 
     def _copy_activations(self, event: Event) -> None:
-        before, name = self._stowed.get(event.unit) if event.verb == "fetch" else None, f"{event.verb} {event.unit}"
+        before, name = self._offloaded.get(event.unit) if event.verb == "fetch" else None, f"{event.verb} {event.unit}"
         copy = self.lanes.start_move(name, event.moves[0], self._compute_s, before, "activations")
         if event.verb == "fetch":
-            self._fetched[event.unit] = copy
+            self._fetches[event.unit] = copy
         else:
-            self._stowed[event.unit] = copy
-            self._stowing.append(copy)
+            self._offloaded[event.unit] = copy
+            self._offloads.append(copy)
 
-    def _place_for(self, name: str) -> float:
-        """Return when a backward may begin: its activations are back, and there is memory for its gradients."""
+    def _backward_ready_s(self, name: str) -> float:
+        """Return when a backward may begin: its activations are fetched, and there is memory for its gradients."""
         slot_s = self.lanes.end_of(self._slots[0]) if self._has_slot[name] else 0.0
-        place_s = self.lanes.end_of(self._places[0]) if self._leaves_its_place[name] else 0.0
-        return max(slot_s, place_s, self.lanes.end_of(self._fetched.pop(name, None)))
+        copied_s = self.lanes.end_of(self._leaving_grads[0]) if self._has_leaving_grads[name] else 0.0
+        return max(slot_s, copied_s, self.lanes.end_of(self._fetches.pop(name, None)))
 
     def _reduce(self, event: Event, is_last: bool) -> None:
-        self._host_s += self._wear.event_s
+        self._host_s += self._overheads.event_s
         name = f"reduce {event.unit}"
-        self._stolen_s += self.lanes.coding_s(event.encode_bytes + event.decode_bytes)
+        self._extra_s += self.lanes.coding_s(event.encode_bytes + event.decode_bytes)
         last = self.lanes.start_coding(START_LANE, name, event.encode_bytes, self._compute_s, None)
         last = self.lanes.start_calls("reduce", name, event.calls, self._compute_s, last)
         last = reduced = self.lanes.start_coding(FINISH_LANE, name, event.decode_bytes, self._compute_s, last)
@@ -337,13 +337,13 @@ class StepSimulator:
         if self._has_slot[event.unit]:
             self._slots.append(last)
         if is_last:
-            self._places.append(last if self._leaves_its_place[event.unit] else None)
-            self._stolen_s += self._seconds[event.unit].norm_of_leaving
+            self._leaving_grads.append(last if self._has_leaving_grads[event.unit] else None)
+            self._extra_s += self._seconds[event.unit].norm_of_leaving
         self._reductions[event.unit], self._arrivals[event.unit] = reduced, last
 
-    def _meet(self, event: Event) -> None:
-        """Exchange small values between ranks: which parameters were used (nothing waits for it), and the norm, which
-        waits for all gradients and which all updates wait for."""
+    def _exchange(self, event: Event) -> None:
+        """Exchange small values between ranks. Nothing waits for the flags of used parameters. The norm waits for all
+        gradients, and all updates wait for the norm."""
         if event.verb != "norm":
             self.lanes.start_calls("reduce", event.verb, event.calls, self._compute_s, None)
             return
@@ -352,38 +352,38 @@ class StepSimulator:
         self._compute_s = begin_s + norm_s
         last = self.lanes.start_calls("reduce", "norm", event.calls, self._compute_s, None)
         self._compute_s = max(self._compute_s, self.lanes.end_of(last))
-        self._normed_s = self._compute_s
+        self._norm_end_s = self._compute_s
         self.updates_s += norm_s
         self.spans.append(Span("compute", "norm", begin_s, self._compute_s))
 
     def _update(self, event: Event) -> None:
-        """Run a unit's update on the device."""
+        """Simulate a unit's update on the device."""
         update_s = self._seconds[event.unit].update
         if update_s or not event.host_elems:
             reduced_s = self.lanes.end_of(self._reductions.get(event.unit))
-            begin_s = max(self._compute_s, self._updated_s, reduced_s)
-            self._updated_s = self.lanes.computed(begin_s, update_s)
+            begin_s = max(self._compute_s, self._updates_end_s, reduced_s)
+            self._updates_end_s = self.lanes.computed(begin_s, update_s)
             self.updates_s += update_s
-            self.spans.append(Span("compute", f"update {event.unit}", begin_s, self._updated_s))
+            self.spans.append(Span("compute", f"update {event.unit}", begin_s, self._updates_end_s))
 
     def _update_on_host(self, events: Sequence[Event]) -> None:
-        """Queue the updates on the host: all of them once the norm is known, or each when its gradient has arrived."""
+        """Queue the host's updates. With clipping all are ready after the norm, else each when its gradient arrives."""
         waiting = {event.unit: event for event in events}
-        ready_s = {name: max(self._normed_s, self.lanes.end_of(self._arrivals.get(name))) for name in waiting}
+        ready_s = {name: max(self._norm_end_s, self.lanes.end_of(self._arrivals.get(name))) for name in waiting}
         while waiting:
-            asked_s = max(self._updating_until_s, min(ready_s[name] for name in waiting))
-            asked = [name for name in waiting if self._normed_s or ready_s[name] <= asked_s]
-            name = min(asked, key=lambda name: self._position_of[name])
+            start_s = max(self._host_updates_end_s, min(ready_s[name] for name in waiting))
+            candidates = [name for name in waiting if self._norm_end_s or ready_s[name] <= start_s]
+            name = min(candidates, key=lambda name: self._position_of[name])
             event = waiting.pop(name)
             op = self.lanes.start_update(f"update {name}", event.host_elems, event.moves, ready_s[name])
             self._host_updates[name] = op
-            # This ignores other transfers of the disk; it only affects the order of updates.
-            self._updating_until_s = max(asked_s, ready_s[name]) + max(wire_s for _, wire_s in op.cost[0])
+            # An estimate without other disk transfers, which is used only for the order of updates.
+            self._host_updates_end_s = max(start_s, ready_s[name]) + max(wire_s for _, wire_s in op.cost[0])
 
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Predicted time of a step. `compute_s`: forwards and backwards by themselves; `update_s`: updates on the device;
+    """Predicted time of a step. `compute_s`: forwards and backwards without waits; `update_s`: updates on the device;
     `exposed_s`: the rest, i.e. waits for wires and host, and slowdown by collectives. `busy_s`: seconds by wire."""
 
     step_s: float
@@ -393,7 +393,7 @@ class Timing:
     spans: tuple[Span, ...]
 
     def continued(self, fewer: "Timing", num: int) -> "Timing":
-        """Add `num` micro-batches, each with the cost by which this exceeds `fewer`; they have no spans."""
+        """Add `num` micro-batches without spans. `fewer` has one less than this: the difference is the cost of each."""
         return Timing(
             self.step_s + num * (self.step_s - fewer.step_s),
             self.compute_s + num * (self.compute_s - fewer.compute_s),
@@ -414,16 +414,16 @@ def step_time(
     cluster: Cluster,
     wear: Overheads = IDEAL,
 ) -> Timing:
-    """Simulate a step. `events`: `step_events(schedule, ...)`; `seconds`: duration of each unit by itself."""
-    player = StepSimulator(schedule, seconds, Lanes(cluster, wear), wear)
-    begin_s = player.play(events)
-    player.forget()
-    end_s = player.play(events)
+    """Simulate a step. `events`: `step_events(schedule, ...)`; `seconds`: durations of each unit without waits."""
+    simulator = StepSimulator(schedule, seconds, Lanes(cluster, wear), wear)
+    begin_s = simulator.play(events)
+    simulator.forget()
+    end_s = simulator.play(events)
     spans = [
         Span(span.lane, span.name, span.begin_s - begin_s, span.end_s - begin_s)
-        for span in (*player.spans, *player.lanes.spans)
-        # Computations without duration are included: the instants of memory are matched with them by count.
+        for span in (*simulator.spans, *simulator.lanes.spans)
+        # Keep computations of zero duration: the n-th one belongs to the n-th instant of the predicted memory.
         if (span.end_s > span.begin_s or span.lane == "compute") and span.begin_s < end_s
     ]
     spans.sort(key=lambda span: span.begin_s)
-    return Timing(end_s - begin_s, player.work_s, player.updates_s, player.lanes.busy_s, tuple(spans))
+    return Timing(end_s - begin_s, simulator.work_s, simulator.updates_s, simulator.lanes.busy_s, tuple(spans))

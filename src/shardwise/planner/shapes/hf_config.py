@@ -1,8 +1,8 @@
-"""A Hugging Face config.json as a shape or, if sizes alone do not describe the model, as a module on the meta device.
+"""Reads a Hugging Face config.json as a `ModelShape` or, if sizes alone do not describe it, as a meta-device module.
 
-`families.json` says how families differ from Llama, and which keys have their sizes. An unknown family, a model for
-more than text, blocks that differ from each other, or attention without plain keys and values have no shape
-(`why_no_shape`): transformers builds their module. Nothing is downloaded, and code of a model's repository never runs.
+`families.json` lists how model families differ from Llama, and under which keys a config has its sizes. A model has no
+shape (`why_no_shape`) if its family is unknown, it takes more than text, its blocks differ, or its attention has no
+plain keys and values. Then transformers builds the module. Nothing is downloaded; no code of a model repository runs.
 """
 
 import json
@@ -25,32 +25,32 @@ Config = Mapping[str, Any]
 Fields = dict[str, Any]
 
 _DATA: dict[str, Any] = json.loads(Path(__file__).with_name("families.json").read_text(encoding="utf-8"))
-# Families whose sizes were compared with transformers' own modules, by the config's model_type.
+# Supported families by the config's model_type. Their sizes were compared with transformers' own modules.
 FAMILIES: dict[str, Fields] = _DATA["families"]
 _KEYS: dict[str, list[str]] = _DATA["keys of a size"]
 _FFN, _EXPERTS = [*_KEYS["ffn"], *_KEYS["expert_ffn"]], _KEYS["num_experts"]
-SHAPE_KEY = "shardwise_shape"  # the in-tree shape, in a config that the trainer exports
+SHAPE_KEY = "shardwise_shape"  # key of the in-tree shape, in a config that the trainer exports
 QUANTISED = "quantization_config"
 
 
 def _fields_of(kind: str, config: Config, sizes: Fields) -> Fields:
-    """Return the fields in which a family differs from Llama."""
+    """Return the fields of `ModelShape` in which this family differs from Llama."""
     family = FAMILIES[kind]
     fields = {**_biases(config, sizes), **family.get("fields", {})}
-    if kind in _SPECIAL:
-        fields |= _SPECIAL[kind](config, sizes)
+    if kind in _FAMILY_RULES:
+        fields |= _FAMILY_RULES[kind](config, sizes)
     if "biases" in family:
-        fields["bias"] = fields["qkv_bias"] = _switch(config, *family["biases"])
+        fields["bias"] = fields["qkv_bias"] = _read_bool(config, *family["biases"])
     if "positions" in family:
-        key, more = family["positions"]
+        key, num_extra = family["positions"]
         if type(config.get(key)) is not int:
             raise ConfigurationError(f"config.json: it has no {key}, the number of learned positions")
-        kv_heads = 1 if _switch(config, "multi_query") else sizes["heads"]
-        fields |= {"num_positions": config[key] + more, "kv_heads": kv_heads}
+        kv_heads = 1 if _read_bool(config, "multi_query") else sizes["heads"]
+        fields |= {"num_positions": config[key] + num_extra, "kv_heads": kv_heads}
     return fields
 
 
-def _switch(config: Config, key: str, default: bool = False) -> bool:
+def _read_bool(config: Config, key: str, default: bool = False) -> bool:
     """Read a boolean; text such as "false" is refused."""
     value = config.get(key, default)
     if not isinstance(value, bool):
@@ -59,8 +59,8 @@ def _switch(config: Config, key: str, default: bool = False) -> bool:
 
 
 def _biases(config: Config, sizes: Fields) -> Fields:
-    """Read Llama's biases: one switch for the four projections of attention, one for the feed-forward."""
-    attention, ffn = _switch(config, "attention_bias"), _switch(config, "mlp_bias")
+    """Read Llama's two bias options: one for the four projections of attention, one for the feed-forward."""
+    attention, ffn = _read_bool(config, "attention_bias"), _read_bool(config, "mlp_bias")
     if attention == ffn:
         return {"qkv_bias": attention, "bias": ffn, "other_elems": 0}
     return {"qkv_bias": attention, "other_elems": sizes["hidden"] + (2 * sizes["ffn"] if ffn else 0)}
@@ -69,72 +69,72 @@ def _biases(config: Config, sizes: Fields) -> Fields:
 def _opt(config: Config, sizes: Fields) -> Fields:
     if config.get("word_embed_proj_dim", sizes["hidden"]) != sizes["hidden"]:
         raise ConfigurationError("config.json: word_embed_proj_dim is not hidden_size; this is not planned for")
-    if not _switch(config, "do_layer_norm_before", True):
+    if not _read_bool(config, "do_layer_norm_before", True):
         raise ConfigurationError("config.json: do_layer_norm_before is false; this is not planned for")
     return {}
 
 
 def _gpt_neox(config: Config, sizes: Fields) -> Fields:
-    if _switch(config, "attention_bias", True):
+    if _read_bool(config, "attention_bias", True):
         return {"bias": True, "qkv_bias": True, "other_elems": 0}
     return {"qkv_bias": False, "other_elems": sizes["ffn"] + sizes["hidden"]}
 
 
 def _falcon(config: Config, sizes: Fields) -> Fields:
-    if _switch(config, "new_decoder_architecture"):
+    if _read_bool(config, "new_decoder_architecture"):
         return {"num_norms": config.get("num_ln_in_parallel_attn") or 2, "kv_heads": sizes["kv_heads"]}
-    num_norms = 1 if _switch(config, "parallel_attn", True) else 2
-    return {"num_norms": num_norms, "kv_heads": 1 if _switch(config, "multi_query", True) else sizes["heads"]}
+    num_norms = 1 if _read_bool(config, "parallel_attn", True) else 2
+    return {"num_norms": num_norms, "kv_heads": 1 if _read_bool(config, "multi_query", True) else sizes["heads"]}
 
 
 def _stablelm(config: Config, sizes: Fields) -> Fields:
-    norms = _norms_of_heads(sizes) if _switch(config, "qk_layernorm") else 0
-    num_norms = 1 if _switch(config, "use_parallel_residual") else 2
-    return {"qkv_bias": _switch(config, "use_qkv_bias"), "num_norms": num_norms, "other_elems": norms}
+    norms = _num_qk_norm_elems(sizes) if _read_bool(config, "qk_layernorm") else 0
+    num_norms = 1 if _read_bool(config, "use_parallel_residual") else 2
+    return {"qkv_bias": _read_bool(config, "use_qkv_bias"), "num_norms": num_norms, "other_elems": norms}
 
 
-def _with_norms(config: Config, sizes: Fields, is_default: bool = True) -> Fields:
-    """Add norms of queries and keys over all heads together."""
-    norms = _norms_of_heads(sizes) if _switch(config, "use_qk_norm", is_default) else 0
+def _qk_norms(config: Config, sizes: Fields, is_default: bool = True) -> Fields:
+    """Count norms of queries and keys, each over all heads together."""
+    norms = _num_qk_norm_elems(sizes) if _read_bool(config, "use_qk_norm", is_default) else 0
     return {"other_elems": _biases(config, sizes)["other_elems"] + norms}
 
 
-def _norms_of_heads(sizes: Fields) -> int:
+def _num_qk_norm_elems(sizes: Fields) -> int:
     return int((sizes["heads"] + sizes["kv_heads"]) * sizes["head_dim"])
 
 
 def _gpt_oss(config: Config, sizes: Fields) -> Fields:
-    """Add a sink for every head, and biases of the output, the router and the experts."""
-    of_expert = 1 + 2 * sizes["expert_ffn"] + sizes["hidden"]
-    return {"other_elems": sizes["heads"] + sizes["hidden"] + sizes["num_experts"] * of_expert}
+    """Count an attention sink for every head, and biases of the output, the router and the experts."""
+    elems_per_expert = 1 + 2 * sizes["expert_ffn"] + sizes["hidden"]
+    return {"other_elems": sizes["heads"] + sizes["hidden"] + sizes["num_experts"] * elems_per_expert}
 
 
-_SPECIAL: dict[str, Callable[[Config, Fields], Fields]] = {
+_FAMILY_RULES: dict[str, Callable[[Config, Fields], Fields]] = {  # beyond families.json
     "opt": _opt,
     "gptj": lambda config, sizes: {"other_elems": sizes["ffn"] + sizes["hidden"]},  # biases of the feed-forward
     "gpt_neox": _gpt_neox,
     "bloom": lambda config, sizes: {"other_outside_elems": 2 * sizes["hidden"]},
     "falcon": _falcon,
-    "phi": lambda config, sizes: {"qk_norm": _switch(config, "qk_layernorm")},
+    "phi": lambda config, sizes: {"qk_norm": _read_bool(config, "qk_layernorm")},
     "stablelm": _stablelm,
-    **dict.fromkeys(("cohere", "cohere2"), partial(_with_norms, is_default=False)),
-    **dict.fromkeys(("olmo2", "olmo3", "olmoe"), _with_norms),
+    **dict.fromkeys(("cohere", "cohere2"), partial(_qk_norms, is_default=False)),
+    **dict.fromkeys(("olmo2", "olmo3", "olmoe"), _qk_norms),
     "gpt_oss": _gpt_oss,
 }
 
 
 def shape_of_config(config: str | Path | Config) -> ModelShape:
-    """The shape of a config.json: its path, its folder, or its contents."""
+    """Return the shape of a config.json, which is given as its path, its folder or its contents."""
     name, config = read_config(config)
     if why := why_no_shape(config):
         raise ConfigurationError(f"model {name!r}: {why}; this is not planned for by sizes alone")
     if isinstance(config.get(SHAPE_KEY), Mapping):
-        return _in_tree(name, config[SHAPE_KEY])
+        return _in_tree_shape(name, config[SHAPE_KEY])
     return _shape(name, str(config["model_type"]), _with_defaults(config))
 
 
 def read_config(config: str | Path | Config) -> tuple[str, Config]:
-    """The name of a model for errors, and the contents of its config.json. Refuse untrainable weights."""
+    """Return the model's name, for errors, and the contents of its config.json. Refuse quantised weights."""
     if isinstance(config, Mapping):
         name = str(config.get("_name_or_path") or config.get("model_type") or "config")
     else:
@@ -162,12 +162,12 @@ def why_no_shape(config: Config) -> str:
     if isinstance(config.get(SHAPE_KEY), Mapping):
         return ""
     kind = str(config.get("model_type", ""))
-    several = ("text_config", "vision_config", "audio_config")
-    if more := [key for key in several if isinstance(config.get(key), Mapping)]:
-        return f"its config.json has {' and '.join(more)}: it is made of several models"
+    part_keys = ("text_config", "vision_config", "audio_config")
+    if parts := [key for key in part_keys if isinstance(config.get(key), Mapping)]:
+        return f"its config.json has {' and '.join(parts)}: it is made of several models"
     if kind not in FAMILIES:
         return f"its model_type {kind!r} is none of those whose sizes are known here"
-    for key, why in _peculiarities(_with_defaults(config)):
+    for key, why in _obstacles(_with_defaults(config)):
         return f"its config.json has {key}: {why}"
     return ""
 
@@ -177,8 +177,8 @@ def _with_defaults(config: Config) -> Fields:
     return {**defaults, **{key: value for key, value in config.items() if value is not None}}
 
 
-def _peculiarities(config: Config) -> Iterator[tuple[str, str]]:
-    """Yield keys of models that are not a chain of equal blocks, and their meaning."""
+def _obstacles(config: Config) -> Iterator[tuple[str, str]]:
+    """Yield each key that shows that the model is not a chain of equal blocks, with an explanation."""
     yield from ((key, why) for key, why in _DATA["keys of models without a shape"].items() if config.get(key))
     if config.get("decoder_sparse_step", 1) != 1:
         yield "decoder_sparse_step", "some blocks have no experts"
@@ -204,39 +204,39 @@ def _shape(name: str, kind: str, config: Config) -> ModelShape:
         missing.append("num_experts_per_tok")
     if missing:
         raise ConfigurationError(f"model {name!r}: its config.json has no {', no '.join(missing)}")
-    fields: Fields = {size: _whole(name, config, _KEYS[size]) for size in ("layers", "hidden", "heads", "vocab")}
+    fields: Fields = {size: _read_size(name, config, _KEYS[size]) for size in ("layers", "hidden", "heads", "vocab")}
     hidden, heads = fields["hidden"], fields["heads"]
-    fields["kv_heads"] = _whole(name, config, _KEYS["kv_heads"], heads)
+    fields["kv_heads"] = _read_size(name, config, _KEYS["kv_heads"], heads)
     if config.get("head_dim") is None and hidden % heads:
         raise ConfigurationError(
             f"model {name!r}: its config.json has no head_dim, and {hidden} does not divide into {heads} heads"
         )
-    fields["head_dim"] = _whole(name, config, ["head_dim"], hidden // heads)
-    fields["ffn"] = _whole(name, config, _FFN, 4 * hidden)
+    fields["head_dim"] = _read_size(name, config, ["head_dim"], hidden // heads)
+    fields["ffn"] = _read_size(name, config, _FFN, 4 * hidden)
     if has_experts:
-        fields["num_experts"] = _whole(name, config, _EXPERTS)
-        fields["num_active_experts"] = _whole(name, config, ["num_experts_per_tok"])
-        fields["expert_ffn"] = _whole(name, config, _KEYS["expert_ffn"])
-    fields["tied"] = _switch(config, "tie_word_embeddings", family.get("tied", False))
+        fields["num_experts"] = _read_size(name, config, _EXPERTS)
+        fields["num_active_experts"] = _read_size(name, config, ["num_experts_per_tok"])
+        fields["expert_ffn"] = _read_size(name, config, _KEYS["expert_ffn"])
+    fields["tied"] = _read_bool(config, "tie_word_embeddings", family.get("tied", False))
     fields |= _fields_of(kind, config, fields)
     return ModelShape(name=name, dtype=_dtype(name, config), **fields)
 
 
-def _in_tree(name: str, sizes: Mapping[str, Any]) -> ModelShape:
+def _in_tree_shape(name: str, sizes: Mapping[str, Any]) -> ModelShape:
     keys = ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab")
     missing = [key for key in keys if type(sizes.get(key)) is not int or sizes[key] < 1]
     if missing:
         raise ConfigurationError(f"model {name!r}: the {SHAPE_KEY} in its config.json has no {', no '.join(missing)}")
     head_dim = sizes["hidden"] // sizes["heads"]
     values = {key: sizes[key] for key in keys}
-    return ModelShape(name=name, head_dim=head_dim, tied=_switch(sizes, "tied"), code="in-tree", **values)
+    return ModelShape(name=name, head_dim=head_dim, tied=_read_bool(sizes, "tied"), code="in-tree", **values)
 
 
 def _key_in(config: Config, keys: list[str]) -> str | None:
     return next((key for key in keys if config.get(key) is not None), None)
 
 
-def _whole(name: str, config: Config, keys: list[str], default: int | None = None) -> int:
+def _read_size(name: str, config: Config, keys: list[str], default: int | None = None) -> int:
     key = _key_in(config, keys)
     value = default if key is None else config[key]
     if type(value) is not int or value < 1:
@@ -255,7 +255,7 @@ def _dtype(name: str, config: Config) -> DType:
 
 
 MOST_LAYERS = 1_000
-# Auto classes to try if `architectures` names no class, the most complete first.
+# transformers' tables of model classes, used if `architectures` names no class; the most complete models first.
 _MAPPINGS = (
     "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING",
     "MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING",
@@ -264,17 +264,17 @@ _MAPPINGS = (
     "MODEL_FOR_MASKED_LM_MAPPING",
     "MODEL_MAPPING",
 )
-_INSTEAD = "or give --shape layers=..., or the module itself: sw.plan(model, ...)"
+_ALTERNATIVES = "or give --shape layers=..., or the module itself: sw.plan(model, ...)"
 
 
 def hush() -> None:
-    """Silence torchao: transformers and peft import it if it is installed, and it warns of parts that nobody uses."""
+    """Silence torchao. transformers and peft import it if it is installed, and it warns about features unused here."""
     for name in ("torchao", "torch.utils._pytree"):
         logging.getLogger(name).setLevel(logging.ERROR)
 
 
 def module_of_config(name: str, config: Config, why: str) -> "nn.Module":
-    """Build the module. `why`: the reason why sizes are not enough, for the error if it cannot be built."""
+    """Build the module on the meta device. `why`: why sizes are not enough, for the error if it cannot be built."""
     hush()
     try:
         import torch
@@ -282,13 +282,13 @@ def module_of_config(name: str, config: Config, why: str) -> "nn.Module":
     except ImportError:
         raise ConfigurationError(
             f"model {name!r}: {why}, so the model itself is counted, which needs transformers: install shardwise[hf], "
-            f"{_INSTEAD}"
+            f"{_ALTERNATIVES}"
         ) from None
     kind = str(config.get("model_type"))
     if kind not in transformers.CONFIG_MAPPING:
         raise ConfigurationError(
             f"model {name!r}: {why}, and transformers {transformers.__version__} does not know it either; install one "
-            f"that does, {_INSTEAD}"
+            f"that does, {_ALTERNATIVES}"
         )
     for key, value in _numbers_in(config):
         if "layer" in key and value > MOST_LAYERS:
@@ -296,47 +296,47 @@ def module_of_config(name: str, config: Config, why: str) -> "nn.Module":
     try:
         with warnings.catch_warnings(), torch.device("meta"):
             warnings.simplefilter("ignore")
-            made: Any = transformers.CONFIG_MAPPING[kind].from_dict(_values_of(config))
-            return _class_for(transformers, made, config)._from_config(made)
-    except Exception as error:  # any model's own code runs here
+            hf_config: Any = transformers.CONFIG_MAPPING[kind].from_dict(_decoded(config))
+            return _class_for(transformers, hf_config, config)._from_config(hf_config)
+    except Exception as error:  # the code of any transformers model runs here
         reason = str(error).strip().partition("\n")[0]
         raise ConfigurationError(
             f"model {name!r}: {why}, so the model itself is counted, and transformers cannot build it: "
-            f"{type(error).__name__}: {reason}; {_INSTEAD.removeprefix('or ')}"
+            f"{type(error).__name__}: {reason}; {_ALTERNATIVES.removeprefix('or ')}"
         ) from error
 
 
 def num_positions_in(model: "nn.Module") -> int:
-    """Maximum sequence length of a built model; 0: its config gives none."""
+    """Return the maximum sequence length of a built model, or 0 if its config has none."""
     config: Any = model.config
     text = config.get_text_config(decoder=True)
-    found = (getattr(text, key, None) for key in ("max_position_embeddings", "n_positions", "max_target_positions"))
-    return next((value for value in found if type(value) is int and value > 0), 0)
+    values = (getattr(text, key, None) for key in ("max_position_embeddings", "n_positions", "max_target_positions"))
+    return next((value for value in values if type(value) is int and value > 0), 0)
 
 
-def _class_for(transformers: Any, made: Any, config: Config) -> Any:
+def _class_for(transformers: Any, hf_config: Any, config: Config) -> Any:
     for name in config.get("architectures") or ():
-        found: Any = getattr(transformers, str(name), None)
-        is_model = isinstance(found, type) and issubclass(found, transformers.PreTrainedModel)
-        if is_model and found.config_class is type(made):
-            return found
+        model_class: Any = getattr(transformers, str(name), None)
+        is_model = isinstance(model_class, type) and issubclass(model_class, transformers.PreTrainedModel)
+        if is_model and model_class.config_class is type(hf_config):
+            return model_class
     for mapping in (getattr(transformers, name) for name in _MAPPINGS):
-        if type(made) in mapping:
-            found = mapping[type(made)]
-            return found[0] if isinstance(found, tuple) else found
+        if type(hf_config) in mapping:
+            model_class = mapping[type(hf_config)]
+            return model_class[0] if isinstance(model_class, tuple) else model_class
     raise ValueError("no class of it is one that is trained on tokens or images, and architectures names none")
 
 
-def _values_of(config: Config) -> dict[str, Any]:
-    """Decode the config: numbers that JSON cannot express are written as text. Weights of backbones from other
-    libraries are not downloaded."""
-    return {key: False if key == "use_pretrained_backbone" else _value(value) for key, value in config.items()}
+def _decoded(config: Config) -> dict[str, Any]:
+    """Decode numbers that JSON cannot express, which the config has as {"__float__": text}, and switch off the download
+    of backbone weights from other libraries."""
+    return {key: False if key == "use_pretrained_backbone" else _decoded_value(value) for key, value in config.items()}
 
 
-def _value(value: Any) -> Any:
+def _decoded_value(value: Any) -> Any:
     if isinstance(value, Mapping):
-        return float(value["__float__"]) if set(value) == {"__float__"} else _values_of(value)
-    return [_value(entry) for entry in value] if isinstance(value, list) else value
+        return float(value["__float__"]) if set(value) == {"__float__"} else _decoded(value)
+    return [_decoded_value(entry) for entry in value] if isinstance(value, list) else value
 
 
 def _numbers_in(config: Config) -> Iterator[tuple[str, int]]:

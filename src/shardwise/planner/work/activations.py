@@ -1,10 +1,10 @@
-"""Work of every unit of a model in a micro-batch, from the sizes alone.
+"""Work (memory and arithmetic) of every unit of a model in one micro-batch, computed from the model's sizes alone.
 
-Blocks are alike, so one of them is run on a tape (blocks.py, tape.py), and the end of the model once. Work
-outside of blocks: the beginning (token ids, the rotary table, an embedding that is no unit) belongs to `root`, and the
-end (the last norm, the head, the loss) to the head, or to `LOSS` if the head is no unit.
+All blocks are equal, so one block is run on a simulated autograd tape (blocks.py, tape.py); so is the end of the
+model. Work outside of blocks: the beginning (token ids, the rotary table, an embedding that is no unit) belongs to
+`ROOT`, and the end (the last norm, the head, the loss) to the head, or to `LOSS` if the head is no unit.
 
-Not modelled: masks (several documents in a row); remainders that torch's allocator cannot split off a block.
+Not modelled: attention masks (several documents in a row), and fragmentation inside blocks of torch's allocator.
 """
 
 from collections.abc import Callable, Sequence
@@ -38,9 +38,9 @@ CHUNK_MULTIPLE = 64
 class Head:
     """Output projection and loss. `is_plain`: a plain linear layer, whose gradient can be written directly.
 
-    chunked: trainer/loss.py: gradients are computed in the forward, a chunk of tokens at a time, and held in fp32
-    plain: logits in the compute dtype, in fp32, their log-softmax, and in the backward two gradients of that size
-    fused: Liger's: as chunked, with gradients in the compute dtype and chunks no larger than the hidden states
+    chunked (trainer/loss.py): the forward computes gradients for a chunk of tokens at a time, and holds them in fp32
+    plain: logits in the compute dtype and in fp32, their log-softmax, and in the backward two gradients of that size
+    fused (Liger's): like chunked, but gradients have the compute dtype, and chunks are no larger than the hidden states
     """
 
     hidden: int
@@ -65,7 +65,7 @@ class Head:
         node.saved.append(t.new(num_states, grad_itemsize))
         if weight.trainable:
             node.saved.append(t.new(weight.num_elems, grad_itemsize))
-        slopes: Tensor | None = None
+        logit_grads: Tensor | None = None
         chunk_tokens = self.tokens_per_chunk(num_tokens)
         num_full, rest = divmod(num_tokens, chunk_tokens)
         # All chunks after the second are like it, except the last.
@@ -76,26 +76,26 @@ class Head:
                 logits = t.new(rows * self.vocab, 4)
                 scores = t.new(rows * self.vocab, 4)
                 del logits
-                # A variable holds the slopes of the previous chunk until these replace them.
-                slopes = scores if t.itemsize == 4 else t.new(rows * self.vocab)
+                # The variable holds the gradients of the previous chunk until the new ones exist.
+                logit_grads = scores if t.itemsize == 4 else t.new(rows * self.vocab)
                 del scores
-                beside = [t.new(rows * self.hidden, 4), t.new(rows * self.hidden)]
-                del beside
+                temporaries = [t.new(rows * self.hidden, 4), t.new(rows * self.hidden)]
+                del temporaries
             else:
-                slopes = t.new(rows * self.vocab)
-            # Two more products of this size follow here, and not in the backward.
+                logit_grads = t.new(rows * self.vocab)
+            # The two products of the backward also run here, in the forward.
             t.products.append(Product(rows, self.vocab, self.hidden, count, trainable=weight.trainable))
             t.num_kernels += 12 * count
             t.moved_bytes += count * rows * self.vocab * (4 * 4 + 2 * 4 + 4 + t.itemsize)
             t.moved_bytes += count * rows * self.hidden * (2 * 4 + 4 * t.itemsize)
-        del slopes
+        del logit_grads
 
         def backward(grads: Gradients) -> list[Tensor | None]:
             grads.clear()
-            found = t.new(num_states)
+            state_grads = t.new(num_states)
             if weight.trainable:
                 t.grads.append(t.new(weight.num_elems))
-            return [found]
+            return [state_grads]
 
         node.backward = backward
         loss = t.new(1, 4)
@@ -110,14 +110,14 @@ class Head:
 
 
 def end(shape: ModelShape, loss: Loss, is_ours: bool, t: Tape, x: Tensor) -> Tensor:
-    """Run the end of the model: from the last block's output to the loss."""
+    """Run the end of the model on the tape: from the last block's output to the loss."""
     is_in_tree = is_ours and shape.code == "in-tree"
     if shape.norm == "layer":
         states = layer_norm(t, x, shape.hidden, bias=shape.norm_bias)
     else:
         states = (rms_norm if is_in_tree else llama_norm)(t, x, shape.hidden)
     del x
-    # A tied weight is reduced last, with the embedding: there is no memory yet to write its gradient directly.
+    # A tied weight is reduced last, with the embedding: the buffer for its gradient does not exist yet.
     head = Head(shape.hidden, shape.vocab, loss, shape.code == "hf" and not shape.tied)
     return head(t, states)
 
@@ -139,31 +139,31 @@ def works_of(shape: ModelShape, training: Training) -> dict[str, Work]:
 def _works(shape: ModelShape, training: Training) -> tuple[tuple[str, Work], ...]:
     habits, itemsize = habits_of(shape, training), training.formats.compute.itemsize
     units = units_of(shape, training.lora)
-    embed, positions, head = (_named(units, names) for names in (_EMBEDDINGS, _POSITIONS, _HEADS))
+    embed, positions, head = (_find_unit(units, names) for names in (_EMBEDDINGS, _POSITIONS, _HEADS))
     blocks = [unit.name for unit in units if unit.path.rpartition(".")[2].isdigit()]
     num_elems = training.num_tokens * shape.hidden
     block = block_of(shape, training.engine == "shardwise")
-    run = partial(measure, block, num_elems, itemsize, habits, checkpointing=training.checkpointing)
-    other = run()
+    run_block = partial(measure, block, num_elems, itemsize, habits, checkpointing=training.checkpointing)
+    other_block = run_block()
     # With adapters, the input of the first block has no gradient.
-    first = run(needs_input_grad=False) if training.lora else other
+    first_block = run_block(needs_input_grad=False) if training.lora else other_block
     num_rows = shape.vocab + (shape.num_positions if positions is None else 0)
-    words = _embedding(shape, training, num_rows)
-    found = {ROOT: _begin(shape, training, None if embed else words)}
+    embedding_work = _embedding(shape, training, num_rows)
+    works = {ROOT: _beginning(shape, training, None if embed else embedding_work)}
     if embed is not None:
-        found[embed] = words
+        works[embed] = embedding_work
     if positions is not None:
         # Positions are the same for all sequences.
-        found[positions] = _embedding(shape, replace(training, micro_batch=1), shape.num_positions)
+        works[positions] = _embedding(shape, replace(training, micro_batch=1), shape.num_positions)
     for index, name in enumerate(blocks):
-        found |= shared_out(other if index else first, name, units)
+        works |= shared_out(other_block if index else first_block, name, units)
     if not blocks:
-        found[ROOT] = chain([found[ROOT], first, *[other] * (shape.layers - 1)])
+        works[ROOT] = chain([works[ROOT], first_block, *[other_block] * (shape.layers - 1)])
     # Blocks may be compiled; the model around them is not.
-    last = partial(end, shape, training.loss, training.engine == "shardwise")
-    found[head or LOSS] = measure(last, num_elems, itemsize, replace(habits, is_fused=False), kind="loss")
+    run_end = partial(end, shape, training.loss, training.engine == "shardwise")
+    works[head or LOSS] = measure(run_end, num_elems, itemsize, replace(habits, is_fused=False), kind="loss")
     names = {unit.name for unit in units}
-    return tuple((name, work) for name, work in found.items() if name in names or name == LOSS)
+    return tuple((name, work) for name, work in works.items() if name in names or name == LOSS)
 
 
 def habits_of(shape: ModelShape, training: Training) -> Habits:
@@ -178,24 +178,24 @@ def habits_of(shape: ModelShape, training: Training) -> Habits:
     )
 
 
-def _begin(shape: ModelShape, training: Training, words: Work | None) -> Work:
-    """Work of tokens, targets and the rotary table: cosine and sine for every position, in fp32 or (transformers')
-    twice as wide in the compute dtype. `words`: the work of the embedding, if that is no unit."""
+def _beginning(shape: ModelShape, training: Training, embedding_work: Work | None) -> Work:
+    """Return the work of the beginning: tokens, targets and the rotary table (cosine and sine of every position, in
+    fp32 or, in transformers, twice as wide in the compute dtype). `embedding_work`: None if it is a unit."""
     table = 0 if shape.num_positions else 4 * training.seq * shape.head_dim
     held = 2 * rounded(_INDEX_BYTES * training.num_tokens) + rounded(table)
-    if words is None:
+    if embedding_work is None:
         return Work(held, held, 0, 0)
     return replace(
-        words,
-        saved_bytes=words.saved_bytes + held,
-        forward_peak_bytes=words.forward_peak_bytes + held,
-        # A tied weight already has the gradient of the head: this one is added to it.
-        grad_bytes=0 if shape.tied else words.grad_bytes,
+        embedding_work,
+        saved_bytes=embedding_work.saved_bytes + held,
+        forward_peak_bytes=embedding_work.forward_peak_bytes + held,
+        # A tied weight already has a gradient, from the head; the embedding's is added to it.
+        grad_bytes=0 if shape.tied else embedding_work.grad_bytes,
     )
 
 
 def _embedding(shape: ModelShape, training: Training, num_rows: int) -> Work:
-    """Work of an embedding: rows are looked up, and the gradient is as large as the weight."""
+    """Return the work of an embedding: a lookup of rows, whose gradient is as large as the weight."""
     num_elems = training.num_tokens * shape.hidden
 
     def look_up(t: Tape, x: Tensor) -> Tensor:
@@ -208,20 +208,20 @@ def _embedding(shape: ModelShape, training: Training, num_rows: int) -> Work:
 
 
 def shared_out(work: Work, block: str, units: Sequence[UnitSpec]) -> dict[str, Work]:
-    """Assign a block's work to its units. If a block is cut into parts, the largest one gets all work, and the others
-    only pass tensors on: checkpointing, too, wraps the whole block."""
-    names = {unit.name: sum(param.num_elems for param in unit.params)
+    """Assign a block's work to its units. If a block has several units, the largest one gets all work, and the others
+    only pass tensors on. (Checkpointing also wraps the whole block.)"""
+    num_elems = {unit.name: sum(param.num_elems for param in unit.params)
              for unit in units if unit.path == block or unit.path.startswith(f"{block}.")}  # fmt: skip
-    largest = max(names, key=lambda name: names[name])
-    return {name: work if name == largest else Work(0, 0, 0, work.output_bytes) for name in names}
+    largest = max(num_elems, key=lambda name: num_elems[name])
+    return {name: work if name == largest else Work(0, 0, 0, work.output_bytes) for name in num_elems}
 
 
-def _named(units: list[UnitSpec], leaves: tuple[str, ...]) -> str | None:
+def _find_unit(units: list[UnitSpec], leaves: tuple[str, ...]) -> str | None:
     return next((unit.name for unit in units if unit.path.rpartition(".")[2] in leaves), None)
 
 
 def block_of(shape: ModelShape, is_ours: bool) -> Block:
-    """Select the code of a block. `is_ours`: run by our engine; else as in published measurements."""
+    """Select the code of a block. `is_ours`: run by our engine; else the code of published measurements of others."""
     kind: Callable[[ModelShape, Tape, Tensor], Tensor]
     if not is_ours:
         kind = titan_block if shape.gated else mpt_block

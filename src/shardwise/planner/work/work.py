@@ -1,7 +1,7 @@
-"""Memory, products and traffic that one micro-batch asks of a unit, and the memory that GPU kernels take themselves.
+"""Memory, matrix products and memory traffic of a unit in one micro-batch, and the scratch memory of GPU kernels.
 
-The backward of attention sums the gradient of the queries in fp32, and makes the gradients of keys and values that
-several heads share for every head before it adds them up. torch's flash attention and cuDNN's both do so.
+The backward of attention sums the gradient of the queries in fp32. If several heads share keys and values, it first
+computes their gradients for every head and then adds them up. torch's flash attention and cuDNN's both do so.
 """
 
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from typing import Literal
 class Product:
     """One matrix product of the forward, (m x k) @ (k x n), `count` times.
 
-    Not `trainable`: its weight is frozen and gets no gradient. A trainable one has two more products in the backward.
+    The backward has two more products of this size, or only one if the weight is frozen (not `trainable`).
     """
 
     m: int
@@ -29,7 +29,7 @@ class Product:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Memory and arithmetic of a unit. Peaks count from the memory in use when the forward, or the backward, began.
+    """Memory and arithmetic of a unit. Peaks are relative to the memory in use when the forward, or backward, began.
 
     A forward begins with its input alive, and ends with `saved_bytes` (including its input, if saved) and its output.
     A backward begins with `saved_bytes` and the gradient of its output alive, and ends with the gradient of its input
@@ -45,7 +45,7 @@ class Work:
     attention_flops: float = 0.0
     moved_bytes: float = 0.0
     num_kernels: int = 0
-    # The share of the forward, in FLOPs of products and attention, that the backward computes again.
+    # The share of the forward's FLOP (products and attention) that the backward recomputes.
     recomputed: float = 0.0
     kind: Literal["activations", "loss"] = "activations"
 
@@ -76,8 +76,8 @@ class Meter:
         self.peak = max(self.peak, self.live)
 
     def end_forward(self, before: int, output_bytes: int, kind: Literal["activations", "loss"] = "activations") -> Work:
-        """Return the work of the forward, and count the FLOP that the backward recomputes from here on. `before`: live
-        bytes when it began."""
+        """Return the work of the forward. From here on, products count as recomputed by the backward. `before`: live
+        bytes when the forward began."""
         work = Work(
             self.live - output_bytes, self.peak - before, 0, output_bytes, 0, tuple(self.products),
             self.attention_flops, self.moved_bytes, self.num_kernels, kind=kind,
@@ -86,8 +86,8 @@ class Meter:
         return work
 
     def end_backward(self, forward: Work, before: int, grad_bytes: int) -> Work:
-        again = sum(product.flops for product in self.products) + self.attention_flops
-        recomputed = again / forward.flops if forward.flops else 0.0
+        recomputed_flops = sum(product.flops for product in self.products) + self.attention_flops
+        recomputed = recomputed_flops / forward.flops if forward.flops else 0.0
         return replace(forward, backward_peak_bytes=self.peak - before, grad_bytes=grad_bytes, recomputed=recomputed)
 
 
@@ -95,23 +95,23 @@ def chain(works: Sequence[Work], input_bytes: int = 0) -> Work:
     """Return the work of blocks that run one after the other. `input_bytes`: the input of the first one."""
     if len(works) == 1:
         return works[0]
-    forward = backward = saved = 0
+    forward_peak = backward_peak = saved = 0
     before = input_bytes
     for work in works:
-        forward = max(forward, saved + before + work.forward_peak_bytes)
+        forward_peak = max(forward_peak, saved + before + work.forward_peak_bytes)
         saved += work.saved_bytes
         before = work.output_bytes
     total, grads = saved, 0
     for work in reversed(works):
-        backward = max(backward, saved + work.output_bytes + grads + work.backward_peak_bytes)
+        backward_peak = max(backward_peak, saved + work.output_bytes + grads + work.backward_peak_bytes)
         saved -= work.saved_bytes
         grads += work.grad_bytes
     last = works[-1]
     flops = sum(work.flops for work in works)
     return Work(
         saved_bytes=total,
-        forward_peak_bytes=forward - input_bytes,
-        backward_peak_bytes=backward - total - last.output_bytes,
+        forward_peak_bytes=forward_peak - input_bytes,
+        backward_peak_bytes=backward_peak - total - last.output_bytes,
         output_bytes=last.output_bytes,
         grad_bytes=grads,
         products=tuple(product for work in works for product in work.products),
@@ -123,7 +123,7 @@ def chain(works: Sequence[Work], input_bytes: int = 0) -> Work:
     )
 
 
-# flash: torch's flash attention and cuDNN's. efficient: the one for fp32. math: written out, all scores in memory.
+# flash: torch's flash attention and cuDNN's. efficient: torch's for fp32. math: unfused, with all scores in memory.
 AttentionKernel = Literal["flash", "efficient", "math"]
 
 _ROW_MULTIPLE = 128
@@ -142,7 +142,7 @@ class AttentionShape:
 
     @property
     def flops(self) -> float:
-        """FLOP of the forward of a kernel that skips the masked half of its two products."""
+        """FLOP of a causal forward: two products, of which the kernel skips the masked half."""
         return 2.0 * self.batch * self.heads * self.seq * self.seq * self.head_dim
 
     @property
@@ -157,15 +157,15 @@ class AttentionShape:
         rows = -(-self.seq // _ROW_MULTIPLE) * _ROW_MULTIPLE
         multiple = 32 if self.head_dim <= 128 else 64
         width = -(-self.head_dim // multiple) * multiple
-        sums = 4 * self.batch * rows * self.heads
+        row_sum_bytes = 4 * self.batch * rows * self.heads
         if self.kernel == "efficient":
             return 4 * self.batch * self.seq * self.heads
         expanded = 2 * self.itemsize * self.batch * self.seq * self.heads * self.head_dim
-        return sums * width + sums + (expanded if self.heads != self.kv_heads else 0)
+        return row_sum_bytes * width + row_sum_bytes + (expanded if self.heads != self.kv_heads else 0)
 
 
 def embedding_scratch_bytes(num_tokens: int, num_rows: int, width: int) -> int:
-    """Scratch memory of an embedding's backward: tokens are sorted, sums of at most ten gradients are made in fp32."""
+    """Scratch memory of an embedding's backward, which sorts tokens and sums up to 10 gradients at a time in fp32."""
     if num_tokens <= _FEW_TOKENS:
         return 0
     num_sums = min(num_tokens, num_rows) + num_tokens // 10
