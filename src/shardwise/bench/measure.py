@@ -1,10 +1,10 @@
-"""The worker process: sets one contender up, runs its steps, and writes the measurements to a file.
+"""The worker process of a benchmark: sets up one contender, times its steps, and writes the result to a file.
 
     python -m shardwise.bench.measure CASE ANSWER
 
-CASE is a case as JSON, ANSWER the file for the result or the error. The host never waits between timed steps: on a GPU
-they are timed by events recorded on the compute stream at the end of each. So work that is started early for the next
-step counts in the step that it belongs to.
+CASE is a `Case` as JSON, ANSWER the file for the result or the error. The host never waits between timed steps: on a
+GPU, an event is recorded on the compute stream at the end of each step. If a step starts work early for the next one
+(a gather, for example), a wait for that work counts in the next step.
 """
 
 import gc
@@ -36,9 +36,9 @@ from .launch import Calls
 from .model import batches_of, device_of
 from .overlap import TRACED_STEPS, overlap_in, trace, trace_file
 
-SETTLE = 2  # steps after the reset in which the allocator reserves its memory again
+SETTLE = 2  # warm-up steps after `Clock.forget`, in which the allocator reserves its memory again
 STEPS_BEFORE_CALLS = 4
-LONGEST = 300  # characters of an error; a compiler's first line may be a page
+LONGEST = 300  # characters of an error message; the first line of a compiler's error can be very long
 
 Answer = dict[str, Any]
 
@@ -60,15 +60,15 @@ def main(case: Case, file: Path) -> int:
 
 
 def failure(error: Exception) -> Answer:
-    """The status and the error message for a row of the table."""
-    said = str(error).strip().partition("\n")[0]
+    """Return the status and the error message for this contender's row of the table."""
+    first_line = str(error).strip().partition("\n")[0]
     if isinstance(error, ModuleNotFoundError):
         return {"status": "missing", "error": f"{error.name} is not installed"}
     if isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error).lower():
-        return {"status": "oom", "error": said}
+        return {"status": "oom", "error": first_line}
     if isinstance(error, ConfigurationError):
-        return {"status": "refused", "error": said}
-    return {"status": "failed", "error": f"{type(error).__name__}: {said[:LONGEST]}"}
+        return {"status": "refused", "error": first_line}
+    return {"status": "failed", "error": f"{type(error).__name__}: {first_line[:LONGEST]}"}
 
 
 def measure(case: Case, rank: int) -> Answer:
@@ -95,7 +95,7 @@ def measure(case: Case, rank: int) -> Answer:
         losses.append(run.step(batch))
     clock.synchronise()
     warmup_s = time.perf_counter() - begin_s - setup_s
-    before = wires(case)
+    wires_before = wires(case)
     clock.tick()
     for batch in batches[case.warmup :]:
         losses.append(run.step(batch))
@@ -107,7 +107,7 @@ def measure(case: Case, rank: int) -> Answer:
         "warmup_s": warmup_s,
         "losses": torch.stack(losses).tolist(),
         "wires": {
-            wire: {what: (total - before[wire][what]) / case.steps for what, total in totals.items()}
+            wire: {key: (total - wires_before[wire][key]) / case.steps for key, total in totals.items()}
             for wire, totals in wires(case).items()
         },
         "moved_bytes": run.moved_bytes(),
@@ -131,7 +131,7 @@ def join(case: Case) -> None:
     if case.fabric:
         fabric.start(parse(case.fabric))
     elif case.device == "cuda":
-        # When gradients are clipped, offloaded FSDP2 reduces norms on the host.
+        # When gradients are clipped, offloaded FSDP2 reduces norms on the host, which needs gloo.
         backend = "cpu:gloo,cuda:nccl" if case.contender == OFFLOADED_FSDP2 else "nccl"
         dist.init_process_group(backend, device_id=device_of(case), timeout=timedelta(minutes=10))
     else:
@@ -139,7 +139,7 @@ def join(case: Case) -> None:
 
 
 def wires(case: Case) -> dict[str, dict[str, float]]:
-    """Traffic of this rank since the start, for each wire of the emulated fabric."""
+    """Return busy seconds and bytes of this rank since the start, for each wire of the emulated fabric."""
     if not case.fabric or case.contender in SINGLE_PROCESS:
         return {}
     seconds, moved = fabric.busy_s(), fabric.moved_bytes()
@@ -147,7 +147,7 @@ def wires(case: Case) -> dict[str, dict[str, float]]:
 
 
 class Clock:
-    """Times steps and reads peaks of memory. On a GPU it records events on the compute stream."""
+    """Times steps and reads peak memory. On a GPU it records events on the compute stream."""
 
     def __init__(self, is_cuda: bool) -> None:
         self.is_cuda = is_cuda
@@ -175,54 +175,54 @@ class Clock:
 
     def seconds(self) -> list[float]:
         self.synchronise()
-        between = [earlier.elapsed_time(later) * 1e-3 for earlier, later in itertools.pairwise(self.events)]
-        return between or [later - earlier for earlier, later in itertools.pairwise(self.instants)]
+        gpu_step_s = [earlier.elapsed_time(later) * 1e-3 for earlier, later in itertools.pairwise(self.events)]
+        return gpu_step_s or [later - earlier for earlier, later in itertools.pairwise(self.instants)]
 
     def memory(self) -> dict[str, float]:
-        """Peaks in GB. That of the host includes the set-up, but no child processes; it is known on Linux only."""
+        """Return peak memory in GB. The host's, on Linux only, includes the set-up, but no child processes."""
         peaks = torch.cuda.memory_stats() if self.is_cuda else {}
         kinds = ("allocated", "active", "reserved") if self.is_cuda else ()
         return {f"{kind}_gb": peaks[f"{kind}_bytes.all.peak"] / 1e9 for kind in kinds} | host_memory()
 
 
 def count_calls(function: Callable[[], object]) -> Calls:
-    """Calls by "folder/file.py:function" during one call of `function`. Torch's backward threads count too.
+    """Count calls during one call of `function`, by "folder/file.py:function", also in torch's backward threads.
 
-    A call is the start of a function or the resumption of a generator.
+    Each start of a function and each resumption of a generator counts as a call.
     """
     by_code: Counter[CodeType] = Counter()
     if sys.version_info >= (3, 12):
-        _watch_all_threads(function, by_code)
+        _count_in_all_threads(function, by_code)
     else:
-        _watch_this_thread(function, by_code)
+        _count_in_this_thread(function, by_code)
     by_name: Counter[str] = Counter()
     for code, times in by_code.items():
         by_name[f"{'/'.join(Path(code.co_filename).parts[-2:])}:{code.co_qualname}"] += times
     return dict(by_name)
 
 
-def _watch_all_threads(function: Callable[[], object], calls: Counter[CodeType]) -> None:
-    watch: Any = sys.monitoring  # type: ignore[attr-defined, unused-ignore]
-    begun = (watch.events.PY_START, watch.events.PY_RESUME)
+def _count_in_all_threads(function: Callable[[], object], calls: Counter[CodeType]) -> None:
+    monitor: Any = sys.monitoring  # type: ignore[attr-defined, unused-ignore]
+    call_events = (monitor.events.PY_START, monitor.events.PY_RESUME)
 
     def on_call(code: CodeType, _: int) -> None:
         calls[code] += 1
 
-    watch.use_tool_id(watch.PROFILER_ID, "shardwise")
-    for event in begun:
-        watch.register_callback(watch.PROFILER_ID, event, on_call)
-    watch.set_events(watch.PROFILER_ID, begun[0] | begun[1])
+    monitor.use_tool_id(monitor.PROFILER_ID, "shardwise")
+    for event in call_events:
+        monitor.register_callback(monitor.PROFILER_ID, event, on_call)
+    monitor.set_events(monitor.PROFILER_ID, call_events[0] | call_events[1])
     try:
         function()
     finally:
-        watch.set_events(watch.PROFILER_ID, 0)
-        for event in begun:
-            watch.register_callback(watch.PROFILER_ID, event, None)
-        watch.free_tool_id(watch.PROFILER_ID)
+        monitor.set_events(monitor.PROFILER_ID, 0)
+        for event in call_events:
+            monitor.register_callback(monitor.PROFILER_ID, event, None)
+        monitor.free_tool_id(monitor.PROFILER_ID)
 
 
-def _watch_this_thread(function: Callable[[], object], calls: Counter[CodeType]) -> None:
-    """Before Python 3.12, threads started by torch cannot be watched: the backward must run in this one."""
+def _count_in_this_thread(function: Callable[[], object], calls: Counter[CodeType]) -> None:
+    """Run the backward in this thread: before Python 3.12, calls in threads started by torch cannot be counted."""
 
     def on_event(frame: FrameType, event: str, _: Any) -> None:
         if event == "call":
@@ -242,7 +242,7 @@ STATUS = Path("/proc/self/status")
 
 
 def host_memory() -> dict[str, float]:
-    """Peak host memory of this process, which has one contender only."""
+    """Return the peak host memory of this process. A process runs one contender only."""
     if not STATUS.exists():
         return {}
     lines = dict(line.split(":", 1) for line in STATUS.read_text().splitlines())

@@ -1,8 +1,8 @@
 """Ranks and the named axes they form.
 
-Rank r sits in node r // node_size. The axis `node` joins the ranks of one node, `replicate` the ranks
-that hold the same place in their nodes, `world` all of them. Each axis has one communicator for
-gathers and one for reductions, so that neither queues behind the other.
+Rank r belongs to node r // node_size. The axis `node` joins the ranks of one node, `replicate` the ranks
+with the same index in their nodes, `world` all ranks. Each axis has one communicator for gathers and
+one for reductions, so that neither waits in the queue of the other.
 """
 
 import atexit
@@ -24,13 +24,13 @@ from .wire.rank_watch import Limits, Watch
 
 Lane = Literal["gather", "reduce"]
 LANES: tuple[Lane, ...] = ("gather", "reduce")
-# Factor of the timeout where ranks wait for disks.
+# The timeout is multiplied by this where ranks wait for disks.
 _DISK_PATIENCE = 6
 
 
 @dataclass(frozen=True, slots=True)
 class Axes:
-    """The ranks that each axis joins, seen from this rank. No communicator is made yet."""
+    """The ranks that this rank is joined with on each axis (`members`). There are no communicators yet."""
 
     rank: int
     world_size: int
@@ -55,7 +55,7 @@ class Mesh:
 
     @property
     def world(self) -> Channel:
-        """All ranks, for set-up and agreement."""
+        """The channel of all ranks, used for set-up and to agree on values."""
         return self.channels["gather", "world"]
 
     def begin(self, phase: str) -> None:
@@ -76,15 +76,15 @@ def init(
 
     A group that exists already is used. `device` is this rank's (default: its GPU, else the CPU), `backend` that of
     torch.distributed (default: nccl for GPUs, gloo for CPUs). Collectives that take longer than `timeout_s` fail on
-    every rank (default: the value of an earlier call, else 600); ranks that wait for each other in different places
-    fail after `hang_timeout_s` (likewise, else 10), or at once if that is certain. On a GPU the allocator is set to
-    expandable segments, unless PYTORCH_ALLOC_CONF is set.
+    every rank (default: 600). Ranks that wait in different collectives fail after `hang_timeout_s` (default: 10), or
+    at once if a deadlock is certain. The values of an earlier call replace both defaults.
+    On a GPU the allocator is set to expandable segments, unless PYTORCH_ALLOC_CONF is set.
     """
     global _device  # noqa: PLW0603
-    found = _choose_device(device)
+    chosen = _choose_device(device)
     timeout = _timeout(timeout_s)
     if not dist.is_initialized():
-        backend = backend or ("nccl" if found.type == "cuda" else "gloo")
+        backend = backend or ("nccl" if chosen.type == "cuda" else "gloo")
         if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
             _join(backend, timeout)
         else:
@@ -95,15 +95,15 @@ def init(
             f"sw.init(backend={backend!r}): a process group with backend {dist.get_backend()!r} exists already; "
             "leave backend out to adopt it"
         )
-    if found.type == "cuda":
-        torch.cuda.set_device(found)
+    if chosen.type == "cuda":
+        torch.cuda.set_device(chosen)
         if not os.environ.get("PYTORCH_ALLOC_CONF") and not os.environ.get("PYTORCH_CUDA_ALLOC_CONF"):
             torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
     if _device is None:
-        # A communicator's thread drops its last tensors after `wait` has returned, and needs the interpreter for that:
-        # if there is none any more, the process aborts.
+        # A communicator's thread may drop its last tensors after `wait` has returned. If the interpreter has ended by
+        # then, the process aborts: so wait a moment at exit.
         atexit.register(time.sleep, 0.1)
-    _device = found
+    _device = chosen
     _limits.timeout_s = timeout.total_seconds()
     _limits.hang_s = _limits.hang_s if hang_timeout_s is None else hang_timeout_s
 
@@ -120,15 +120,15 @@ def device() -> torch.device:
 
 
 def everyone() -> Channel:
-    """A channel of all ranks over the default group, before there is a mesh."""
+    """Return a channel of all ranks over the default group. It needs no mesh."""
     device()
     return Channel("world", dist.get_world_size(), dist.get_rank(), dist.group.WORLD, Ledger(), watch=_watch())
 
 
 def hosts(timeout_s: float | None = None, purpose: str = "") -> Channel:
-    """A channel of all ranks over a gloo group, to exchange values on the host while the devices work.
+    """Return a channel of all ranks over a gloo group, to exchange values on the host while the devices compute.
 
-    `timeout_s` replaces that of `init` if one rank may keep the others waiting; `purpose` makes a separate group.
+    `timeout_s` replaces the timeout of `init`, for waits that may be long. Each `purpose` has a group of its own.
     """
     device()
     ranks = tuple(range(dist.get_world_size()))
@@ -140,7 +140,7 @@ def hosts(timeout_s: float | None = None, purpose: str = "") -> Channel:
 
 
 def patient_hosts() -> Channel:
-    """A channel of all ranks for work that waits for disks; not through GPUs, whose watchdogs would end the wait."""
+    """Return a channel of all ranks for waits for disks. It uses gloo: NCCL's watchdog would end a long wait."""
     return hosts(_DISK_PATIENCE * _limits.timeout_s, purpose="checkpoints")
 
 
@@ -150,7 +150,7 @@ def restarts() -> int:
 
 
 def local_rank() -> int:
-    """This rank's number among those of its machine."""
+    """Return the index of this rank among the ranks of its machine."""
     return int(os.environ.get("LOCAL_RANK", "0"))
 
 
@@ -165,7 +165,7 @@ def is_first() -> bool:
 
 
 def is_first_here() -> bool:
-    """True on the first rank of a machine. LOCAL_RANK is 0 on all ranks where each sees one GPU, so it is not used."""
+    """True on the first rank of a machine. LOCAL_RANK is not used: it is 0 on every rank if each rank sees one GPU."""
     return dist.get_rank() % num_local_ranks() == 0
 
 
@@ -177,20 +177,20 @@ def is_joined() -> bool:
 def leave() -> None:
     """Leave the process group, if there is one."""
     if dist.is_initialized():
-        _leave_watch()
+        _close_watches()
         dist.destroy_process_group()
 
 
 def make_axes(node_size: int | None) -> Axes:
-    """The axes for nodes of `node_size` ranks (default: torchrun's ranks per node)."""
+    """Return the axes for nodes of `node_size` ranks (default: torchrun's ranks per node)."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     node_size = num_local_ranks() if node_size is None else node_size
     require_nodes(world_size, node_size)
-    node, place = divmod(rank, node_size)
+    node, index = divmod(rank, node_size)
     members = {
         "world": list(range(world_size)),
         "node": list(range(node * node_size, (node + 1) * node_size)),
-        "replicate": list(range(place, world_size, node_size)),
+        "replicate": list(range(index, world_size, node_size)),
     }
     return Axes(rank, world_size, node_size, members)
 
@@ -206,9 +206,9 @@ def require_nodes(world_size: int, node_size: int) -> None:
 
 
 def connect(axes: Axes) -> Mesh:
-    """Make the communicators. All ranks must give the same axes."""
+    """Create the communicators. All ranks must call this with the same node size."""
     ledger = Ledger()
-    # A mean multiplies by 1/N in the dtype that is sent, which is exact for powers of two only.
+    # The backend's mean multiplies by 1/N in the dtype that is sent. That is exact only if N is a power of two.
     averages = dist.get_backend() in AVERAGING and axes.world_size.bit_count() == 1
     watch = _watch()
     number = 0 if watch is None else watch.number_mesh()
@@ -227,25 +227,25 @@ AVERAGING = ("nccl", "emulated")
 
 _device: torch.device | None = None
 _limits = Limits(hang_s=10.0, timeout_s=600.0)
-# Communicators cost memory and time to make: one per lane and set of ranks, for the life of the default group.
+# Communicators cost memory and time: one is made per lane and set of ranks, and kept as long as the default group.
 _groups: dict[tuple[object, str, tuple[int, ...]], dist.ProcessGroup] = {}
 _watches: dict[object, Watch] = {}
 
 
 def _watch() -> Watch | None:
-    """The watch over the ranks of the default group; None for a single rank."""
+    """Return the hang detector of the default group; None for a single rank or an emulated fabric."""
     group, num_ranks = dist.group.WORLD, dist.get_world_size()
     if num_ranks == 1 or dist.get_backend() == "emulated":
         return None
     if group not in _watches:
         store = dist.distributed_c10d._get_default_store()
         if not _watches:
-            atexit.register(_leave_watch)
+            atexit.register(_close_watches)
         _watches[group] = Watch(store, dist.get_rank(), num_ranks, _limits)
     return _watches[group]
 
 
-def _leave_watch() -> None:
+def _close_watches() -> None:
     while _watches:
         _watches.popitem()[1].close()
 
@@ -255,7 +255,7 @@ def _group(lane: Lane, axis: str, ranks: list[int]) -> dist.ProcessGroup | None:
         return None
     key = (dist.group.WORLD, lane, tuple(ranks))
     if key not in _groups:
-        # Only the members meet; every rank makes its own groups in the same order of axes.
+        # Only the members of a group synchronise here. Every rank makes its groups in the same order of axes.
         try:
             _groups[key] = dist.new_group(
                 ranks, timeout=_timeout(), use_local_synchronization=True, group_desc=f"shardwise_{lane}"
@@ -267,7 +267,7 @@ def _group(lane: Lane, axis: str, ranks: list[int]) -> dist.ProcessGroup | None:
 
 
 def _refuse_other_launchers() -> None:
-    # A batch script has Slurm's variables too, but is an ordinary process: only srun makes several.
+    # A batch script also has Slurm's variables, but it is a single process: only srun starts several.
     is_task = "SLURM_PROCID" in os.environ and ("SLURM_STEP_ID" in os.environ or "SLURM_STEPID" in os.environ)
     tasks = "SLURM_STEP_NUM_TASKS" if os.environ.get("SLURM_STEP_NUM_TASKS") else "SLURM_NTASKS"
     for name in (tasks, "OMPI_COMM_WORLD_SIZE") if is_task else ("OMPI_COMM_WORLD_SIZE",):
@@ -279,7 +279,7 @@ def _refuse_other_launchers() -> None:
 
 
 def _join(backend: str, timeout: datetime.timedelta) -> None:
-    """Join as torchrun's environment says. After a timeout, the error names the missing ranks."""
+    """Join the process group of torchrun's environment. After a timeout, the error names the missing ranks."""
     rank, num_ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     store = None
     try:
@@ -294,22 +294,22 @@ def _join(backend: str, timeout: datetime.timedelta) -> None:
             missing = [str(other) for other in range(num_ranks) if not store.check([f"shardwise_here/{other}"])]
             if not missing:
                 raise
-            whom = f"rank {', '.join(missing)} has not come"
-        else:  # rank 0 may serve it, and waits there for the others
-            whom = "rank 0, which serves the store, has not come" if rank else "not all others have come"
+            absent = f"rank {', '.join(missing)} has not come"
+        else:  # no store: on rank 0, which may serve it, the others are missing
+            absent = "rank 0, which serves the store, has not come" if rank else "not all others have come"
         raise WireError(
             f"rank {rank} could not join the process group of {num_ranks} ranks within {timeout.total_seconds():g} s: "
-            f"{whom}; {str(error).splitlines()[0]}"
+            f"{absent}; {str(error).splitlines()[0]}"
         ) from error
 
 
 def _choose_device(device: str | torch.device | None) -> torch.device:
-    found = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    if str(found) == "cuda":
+    chosen = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if str(chosen) == "cuda":
         if local_rank() >= torch.cuda.device_count():
             raise ConfigurationError(
                 f"sw.init: LOCAL_RANK {local_rank()} has no GPU, this machine has {torch.cuda.device_count()}; "
                 "start one process per GPU, or give device="
             )
-        found = torch.device("cuda", local_rank())
-    return found
+        chosen = torch.device("cuda", local_rank())
+    return chosen

@@ -1,8 +1,8 @@
-"""From one command to ranks, on one machine or on many, and from their exit codes to one.
+"""Starts the ranks of a run, on one machine or on many, and turns their exit codes into one.
 
 Under torchrun, or srun with a task per rank, this process is a rank already. Otherwise it becomes a launcher: torch's
-elastic agent runs in it and starts the ranks of this machine. Several launchers meet at --rdzv-endpoint; under srun
-with a task per node they find it in Slurm's variables.
+elastic agent runs in it and starts the ranks of this machine. The launchers of several machines connect to
+--rdzv-endpoint; under srun with a task per node, the endpoint is derived from Slurm's variables.
 """
 
 import os
@@ -18,7 +18,7 @@ from .run_folder import LOGS, choose, oom_reports, run_folder
 from .settings import Settings, num_nodes
 
 ENTRY = "shardwise.trainer.run:run_rank"
-# Settings of a launcher. They have no effect if another launcher has started the ranks.
+# Settings of this launcher. They are refused if torchrun or srun has started the ranks.
 LAUNCH_SETTINGS = ("nnodes", "node_rank", "rdzv_backend", "rdzv_endpoint", "rdzv_id", "max_restarts")
 BACKENDS = ("c10d", "static", "etcd", "etcd-v2")
 
@@ -33,17 +33,17 @@ def _check(settings: Settings, num_ranks: int) -> None:
 
 
 def launch(settings: Settings, origin: Mapping[str, str], entry: str = ENTRY, check: Check = _check) -> int:
-    """Return the exit code of a run. `origin` says where each setting came from; each rank runs MODULE:FUNCTION.
+    """Run the training, as a launcher or as a rank, and return the exit code. `origin`: the source of each setting.
 
-    `check` gets the settings and the number of ranks before any rank is started.
+    Each rank runs `entry`, a MODULE:FUNCTION. Before any rank is started, `check(settings, num_ranks)` is called.
     """
     try:
         if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-            return _be_a_rank(settings, origin, entry, {})
+            return _run_as_rank(settings, origin, entry, {})
         if cluster.is_rank(os.environ):
-            return _be_a_rank(settings, origin, entry, cluster.rank_variables(os.environ))
+            return _run_as_rank(settings, origin, entry, cluster.rank_variables(os.environ))
         return _start_ranks(settings, origin, entry, check)
-    except KeyboardInterrupt:  # before there were ranks, or twice in one
+    except KeyboardInterrupt:  # before ranks were started, or a second Ctrl-C in a rank
         return signals.INTERRUPTED
 
 
@@ -55,10 +55,10 @@ def _start_ranks(settings: Settings, origin: Mapping[str, str], entry: str, chec
         )
     settings = _with_slurm(settings, origin)
     min_nodes, max_nodes = num_nodes(settings.nnodes)
-    _check_meeting(settings, min_nodes, max_nodes)
+    _check_rendezvous(settings, min_nodes, max_nodes)
     num_ranks = ranks_here(settings)
-    # A machine alone chooses the folder and refuses a wrong one early. The first rank chooses the checkpoint to resume
-    # from, at each start. A machine that joins others finds the folder taken, by them.
+    # On a single machine, choose the folder here and refuse a wrong one early. With several machines there is no check:
+    # others may have created the folder already. At each start, rank 0 chooses the checkpoint to resume from.
     folder = run_folder(choose(settings) if max_nodes == 1 else settings).expanduser()
     settings = replace(settings, output_dir=str(folder))
     check(settings, num_ranks * min_nodes)
@@ -68,9 +68,9 @@ def _start_ranks(settings: Settings, origin: Mapping[str, str], entry: str, chec
     except OSError as error:
         raise ConfigurationError(f"output_dir {settings.output_dir}: cannot be written: {error.strerror}") from error
     _set_threads(num_ranks)
-    # Otherwise restarted ranks meet at the store of those that crashed, and find their addresses there.
+    # Otherwise restarted ranks use the store of the crashed ranks, and read outdated addresses in it.
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-    # Messages about broken connections follow every failure and are never its cause.
+    # Torch's messages about broken connections follow every failure and are never its cause.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
     from . import loopback
@@ -89,7 +89,7 @@ def _start_ranks(settings: Settings, origin: Mapping[str, str], entry: str, chec
 
 
 def ranks_here(settings: Settings) -> int:
-    """Return the number of ranks of this machine: a GPU each, or 2 on CPUs."""
+    """Return the number of ranks on this machine: nproc_per_node, else one per GPU, else 2 on the CPU."""
     if settings.device == "cpu":
         return settings.nproc_per_node or 2
     import torch
@@ -105,8 +105,8 @@ def ranks_here(settings: Settings) -> int:
     return settings.nproc_per_node or num_gpus or 2
 
 
-def _be_a_rank(settings: Settings, origin: Mapping[str, str], entry: str, variables: dict[str, str]) -> int:
-    """Run as a rank that another launcher has started. Its variables win over ours from Slurm's."""
+def _run_as_rank(settings: Settings, origin: Mapping[str, str], entry: str, variables: dict[str, str]) -> int:
+    """Run as a rank that another launcher has started. `variables` do not replace those that it has set."""
     if "SLURM_CPUS_PER_TASK" in os.environ:
         variables["OMP_NUM_THREADS"] = os.environ["SLURM_CPUS_PER_TASK"]
     for name, value in variables.items():
@@ -120,7 +120,7 @@ def _be_a_rank(settings: Settings, origin: Mapping[str, str], entry: str, variab
 
 
 def _refuse_launch_settings(settings: Settings, origin: Mapping[str, str]) -> None:
-    """No silent fallback: refuse settings that only our own launcher could follow."""
+    """Refuse settings that only our own launcher can apply: there is no silent fallback."""
     is_torchrun = "TORCHELASTIC_RUN_ID" in os.environ or not cluster.is_step(os.environ)
     launcher = "torchrun" if is_torchrun else "srun"
     started, wanted = os.environ.get("LOCAL_WORLD_SIZE"), settings.nproc_per_node
@@ -132,7 +132,7 @@ def _refuse_launch_settings(settings: Settings, origin: Mapping[str, str]) -> No
     default = Settings()
     for name in LAUNCH_SETTINGS:
         value, where = getattr(settings, name), origin.get(name, "default")
-        # The default may be given too: the config.json of a run has all settings.
+        # A value equal to the default is accepted: the config.json of a run contains all settings.
         if where != "default" and value != getattr(default, name):
             raise ConfigurationError(
                 f"{name}: {value} ({where}), but {launcher} has started the ranks, and decides that; say it there, "
@@ -141,7 +141,7 @@ def _refuse_launch_settings(settings: Settings, origin: Mapping[str, str]) -> No
 
 
 def _with_slurm(settings: Settings, origin: Mapping[str, str]) -> Settings:
-    """Add Slurm's facts if srun runs one task per node: number of nodes, rendezvous endpoint, rank of this node."""
+    """If srun runs one task per node, read number of nodes, endpoint and node rank from Slurm's variables."""
     nodes = cluster.num_nodes(os.environ)
     if not cluster.is_step(os.environ) or nodes == 1:
         return settings
@@ -155,7 +155,7 @@ def _with_slurm(settings: Settings, origin: Mapping[str, str]) -> Settings:
     return settings
 
 
-def _check_meeting(settings: Settings, min_nodes: int, max_nodes: int) -> None:
+def _check_rendezvous(settings: Settings, min_nodes: int, max_nodes: int) -> None:
     if settings.rdzv_backend not in BACKENDS:
         known = did_you_mean(settings.rdzv_backend, BACKENDS)
         raise ConfigurationError(f"rdzv_backend: unknown {settings.rdzv_backend!r}; {known}")
@@ -182,7 +182,7 @@ def _check_meeting(settings: Settings, min_nodes: int, max_nodes: int) -> None:
 
 
 def _set_threads(num_ranks: int) -> None:
-    """Share the cores of the machine among its ranks. Torch reads this variable when it is imported."""
+    """Divide the machine's cores among its ranks. Torch reads OMP_NUM_THREADS when it is imported."""
     limit = cpu_limit()
     cores = min(len(os.sched_getaffinity(0)), limit or float("inf"))
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, int(cores // num_ranks))))

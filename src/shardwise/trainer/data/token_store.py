@@ -5,9 +5,9 @@
     trained.bin    a byte for each token: whether it is trained on; missing if all are
     store.json     a description, and the names of the token files
 
-A store is written once. A reader holds only the part that it needs, and ranks of a machine share the page cache. A file
-that is changed meanwhile is an error that names it. Numbers are in the machine's byte order, which is little-endian
-wherever torch runs.
+A store is written once. A reader loads only the part that it needs, and the ranks of a machine share the page cache. If
+a file changes while it is used, the reader raises an error that names it. Numbers are in the machine's byte order,
+which is little-endian wherever torch runs.
 
 The digest of a store is a hash of its tokens, documents and mask alone. Stores of the same data have the same digest,
 on every machine, in every folder.
@@ -36,22 +36,22 @@ from ...base.files import open_regular
 _DTYPES = {"uint16": torch.uint16, "uint32": torch.uint32}
 Code = Literal["H", "I", "q", "B"]
 _CODES: dict[str, Code] = {"uint16": "H", "uint32": "I"}
-_NUMBERS = ("num_tokens", "num_documents", "largest")  # of a store, in store.json
+_TOTALS = ("num_tokens", "num_documents", "largest")  # keys of store.json
 _NAMES = {"H": "uint16 tokens", "I": "uint32 tokens", "q": "places", "B": "marks"}
-_BLOCK, _NEAR = 2**22, 2**9
-_MAX_OPEN = 256  # token files; in a store with more, each is opened when it is read
+_BLOCK, _SEARCH_BLOCK = 2**22, 2**9  # numbers to read at a time: of a whole file, and in a search
+_MAX_OPEN = 256  # token files. In a store with more of them, a file is opened for each read
 _FIX = "do not change data during a training; restore the file, and resume from the last checkpoint"
-_ENOUGH = 64  # numbers that are needed to guess the dtype
+_MIN_TO_GUESS = 64  # numbers that are needed to notice a wrong dtype
 
 
 def dtype_for(vocab_size: int) -> str:
     return "uint16" if vocab_size <= 2**16 else "uint32"
 
 
-class _Numbers:
-    """Numbers in a file, read on demand.
+class _NumberFile:
+    """A file of numbers, read on demand.
 
-    The file is not mapped: if a mapped file is truncated, its readers are killed by SIGBUS.
+    The file is not memory-mapped: if a mapped file is truncated, SIGBUS kills the processes that read it.
     """
 
     def __init__(self, path: Path, code: Code, stays_open: bool = True) -> None:
@@ -80,21 +80,21 @@ class _Numbers:
         return array(self._code, self.read(index, 1))[0]
 
     def read(self, first: int, count: int) -> bytearray:
-        """The bytes of `count` numbers from `first` on. StoreError if the file was truncated meanwhile."""
+        """Return the bytes of `count` numbers from `first` on. Raise StoreError if the file has become too short."""
         content = bytearray(count * self._itemsize)
         try:
             file = open_regular(self.path) if self._file is None else self._file
             try:
-                view, num = memoryview(content), 0
-                while got := os.preadv(file, [view[num:]], first * self._itemsize + num):
-                    num += got
+                view, num_read = memoryview(content), 0
+                while got := os.preadv(file, [view[num_read:]], first * self._itemsize + num_read):
+                    num_read += got
                 num_bytes = os.fstat(file).st_size
             finally:
                 if self._file is None:
                     os.close(file)
         except OSError as error:
             raise StoreError(f"{self.path}: cannot read training data: {error.strerror or error}") from error
-        if num < len(content):
+        if num_read < len(content):
             raise StoreError(
                 f"{self.path} is in use as training data: it has {num_bytes} bytes, but had {self._num_bytes} when it "
                 f"was opened: {_FIX}"
@@ -102,7 +102,7 @@ class _Numbers:
         return content
 
 
-class _Hashed:
+class _HashedFile:
     """A file that is written sequentially, and the hash of its content."""
 
     def __init__(self, path: Path) -> None:
@@ -115,13 +115,13 @@ class _Hashed:
         self._hash.update(content)
 
     def finish(self) -> str:
-        """Return the hash of the content, once that is on the disk."""
+        """Flush the file to disk, and return the hash of its content."""
         _sync(self._file)
         return self._hash.hexdigest()
 
 
 class Writer:
-    """Writes documents piece by piece. `finish` makes the folder a store, by writing store.json."""
+    """Writes documents piece by piece. `finish` writes store.json, which makes the folder a store."""
 
     def __init__(self, folder: Path, dtype: str, end_id: int) -> None:
         self.num_tokens = 0
@@ -129,12 +129,12 @@ class Writer:
         self._folder = folder
         self._dtype = dtype
         self._end_id = end_id
-        self._tokens = _Hashed(folder / "tokens.bin")
-        self._documents = _Hashed(folder / "documents.bin")
-        self._trained: _Hashed | None = None
-        self._start = 0
+        self._tokens = _HashedFile(folder / "tokens.bin")
+        self._documents = _HashedFile(folder / "documents.bin")
+        self._trained: _HashedFile | None = None
+        self._start = 0  # of the current document, in tokens
         self._largest = 0
-        self._last: tuple[int, bool] = (-1, True)
+        self._last: tuple[int, bool] = (-1, True)  # the last token, and whether it is trained on
         self._documents.write(array("q", [0]))
 
     def __enter__(self) -> Self:
@@ -149,7 +149,7 @@ class Writer:
             return
         self._tokens.write(array(_CODES[self._dtype], ids))
         if not trained and self._trained is None:
-            self._trained = _Hashed(self._folder / "trained.bin")
+            self._trained = _HashedFile(self._folder / "trained.bin")
             for first in range(0, self.num_tokens, _BLOCK):
                 self._trained.write(b"\1" * min(_BLOCK, self.num_tokens - first))
         if self._trained is not None:
@@ -159,7 +159,7 @@ class Writer:
         self._last = (ids[-1], trained)
 
     def end_document(self) -> None:
-        """Add the end token, unless a chat template did. It is trained on if the token before it is."""
+        """Add the end token, unless a chat template has added it. It is trained on if the token before it is."""
         last, trained = self._last if self.num_tokens > self._start else (-1, True)
         if last != self._end_id:
             self.add([self._end_id], trained)
@@ -169,10 +169,10 @@ class Writer:
 
     def finish(self, facts: dict[str, Any]) -> None:
         hashes = [file.finish() for file in self._files()]
-        numbers = (self.num_tokens, self.num_documents, self._largest)
-        _describe(self._folder, ["tokens.bin"], self._dtype, numbers, hashes, facts)
+        totals = (self.num_tokens, self.num_documents, self._largest)
+        _write_description(self._folder, ["tokens.bin"], self._dtype, totals, hashes, facts)
 
-    def _files(self) -> list[_Hashed]:
+    def _files(self) -> list[_HashedFile]:
         return [file for file in (self._tokens, self._documents, self._trained) if file is not None]
 
 
@@ -183,16 +183,16 @@ def adopt(folder: Path, files: Sequence[Path], dtype: str, vocab_size: int, end_
     """
     num_tokens = num_documents = largest = 0
     hashed = hashlib.sha256()
-    with closing(_Hashed(folder / "documents.bin")) as documents:
+    with closing(_HashedFile(folder / "documents.bin")) as documents:
         documents.write(array("q", [0]))
         for path in files:
-            tokens = _Numbers(path, _CODES[dtype])
+            tokens = _NumberFile(path, _CODES[dtype])
             last = end_id
             for first in range(0, len(tokens), _BLOCK):
                 stored = tokens.read(first, min(_BLOCK, len(tokens) - first))
                 hashed.update(stored)
                 block = torch.frombuffer(stored, dtype=_DTYPES[dtype]).long()
-                if first == 0 and dtype == "uint16" and block.numel() >= _ENOUGH and not bool(block[1::2].any()):
+                if first == 0 and dtype == "uint16" and block.numel() >= _MIN_TO_GUESS and not bool(block[1::2].any()):
                     raise ConfigurationError(
                         f"{path}: every second number is 0, as if uint32 were read as uint16: set --token-dtype uint32"
                     )
@@ -214,18 +214,18 @@ def adopt(folder: Path, files: Sequence[Path], dtype: str, vocab_size: int, end_
                 num_documents += 1
         hashes = [hashed.hexdigest(), documents.finish()]
     names = [str(path.resolve()) for path in files]
-    _describe(folder, names, dtype, (num_tokens, num_documents, largest), hashes, facts)
+    _write_description(folder, names, dtype, (num_tokens, num_documents, largest), hashes, facts)
 
 
-def _describe(
-    folder: Path, tokens: list[str], dtype: str, numbers: tuple[int, ...], hashes: list[str], facts: dict[str, Any]
+def _write_description(
+    folder: Path, tokens: list[str], dtype: str, totals: tuple[int, ...], hashes: list[str], facts: dict[str, Any]
 ) -> None:
-    """Write store.json. `hashes` are those of tokens, documents and, if there is one, the mask."""
+    """Write store.json. `totals`: values of `_TOTALS`; `hashes`: of tokens, documents and the mask, if there is one."""
     digest = hashlib.sha256(" ".join(hashes).encode()).hexdigest()
-    named = zip(_NUMBERS, numbers, strict=True)
-    known = {"tokens": tokens, "dtype": dtype, **dict(named), "digest": digest, **facts}
+    named_totals = zip(_TOTALS, totals, strict=True)
+    description = {"tokens": tokens, "dtype": dtype, **dict(named_totals), "digest": digest, **facts}
     with (folder / "store.json").open("wb") as file:
-        file.write(json.dumps(known, indent=1).encode())
+        file.write(json.dumps(description, indent=1).encode())
         _sync(file)
 
 
@@ -236,62 +236,62 @@ def _sync(file: BinaryIO) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Store:
-    """An open store. `facts` are the other entries of store.json."""
+    """An open store. `facts`: the entries of store.json that have no field here."""
 
     num_tokens: int
     num_documents: int
-    digest: str  # of its content
+    digest: str  # hash of the content
     facts: dict[str, Any]
     _dtype: str = field(repr=False)
-    _largest: int = field(repr=False)  # of its tokens
-    _parts: tuple[_Numbers, ...] = field(repr=False)  # a token file each
-    _ends: tuple[int, ...] = field(repr=False)  # of the parts, in tokens
-    _starts: _Numbers = field(repr=False)  # of documents, and the end of the last
-    _trained: _Numbers | None = field(repr=False)
+    _largest: int = field(repr=False)  # largest token id
+    _parts: tuple[_NumberFile, ...] = field(repr=False)  # one per token file
+    _ends: tuple[int, ...] = field(repr=False)  # end of each part, in tokens
+    _starts: _NumberFile = field(repr=False)  # start of each document, and the end of the last
+    _trained: _NumberFile | None = field(repr=False)
 
     def tokens(self, first: int, count: int) -> Tensor:
-        """Return `count` tokens from `first` on, int64."""
-        found = []
+        """Return `count` tokens from `first` on, as int64."""
+        pieces = []
         index = bisect_right(self._ends, first)
         while count > 0:
             part = self._parts[index]
             at = first - (self._ends[index] - len(part))
             content = part.read(at, min(count, len(part) - at))
-            found.append(torch.frombuffer(content, dtype=_DTYPES[self._dtype]).long())
-            if int(found[-1].max()) > self._largest:
-                wrong = int((found[-1] > self._largest).nonzero()[0])
+            pieces.append(torch.frombuffer(content, dtype=_DTYPES[self._dtype]).long())
+            if int(pieces[-1].max()) > self._largest:
+                wrong = int((pieces[-1] > self._largest).nonzero()[0])
                 raise StoreError(
-                    f"{part.path} is in use as training data: token {at + wrong} is {int(found[-1][wrong])}, but the "
+                    f"{part.path} is in use as training data: token {at + wrong} is {int(pieces[-1][wrong])}, but the "
                     f"largest was {self._largest} when it was checked: {_FIX}"
                 )
-            first += found[-1].numel()
-            count -= found[-1].numel()
+            first += pieces[-1].numel()
+            count -= pieces[-1].numel()
             index += 1
-        return found[0] if len(found) == 1 else torch.cat(found)
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
     def trained(self, first: int, count: int) -> Tensor | None:
-        """The mask of tokens that are trained on, bool; None: all are."""
+        """Return a bool mask of the tokens that are trained on, or None if all are."""
         return None if self._trained is None else torch.frombuffer(self._trained.read(first, count), dtype=torch.bool)
 
     def document(self, index: int) -> tuple[int, int]:
-        """The start of a document, and its number of tokens, including the end token."""
+        """Return the start of a document and its number of tokens, including the end token."""
         start, stop = array("q", self._starts.read(index, 2))
-        self._require_order([start, stop], -1, self.num_tokens + 1)
+        self._require_increasing([start, stop], -1, self.num_tokens + 1)
         return start, stop - start
 
     def starts_within(self, first: int, count: int) -> list[int]:
-        """The starts of documents after `first` and before `first + count`."""
+        """Return the starts of all documents that start after token `first` and before `first + count`."""
         low, high = 0, len(self._starts)
-        while high - low > _NEAR:
+        while high - low > _SEARCH_BLOCK:
             middle = (low + high) // 2
             low, high = (middle, high) if self._starts[middle] <= first else (low, middle)
         found: list[int] = []
-        for at in range(low, len(self._starts), _NEAR):
-            near = array("q", self._starts.read(at, min(_NEAR, len(self._starts) - at)))
-            found += near[bisect_right(near, first) : bisect_left(near, first + count)]
-            if near[-1] >= first + count:
+        for at in range(low, len(self._starts), _SEARCH_BLOCK):
+            block = array("q", self._starts.read(at, min(_SEARCH_BLOCK, len(self._starts) - at)))
+            found += block[bisect_right(block, first) : bisect_left(block, first + count)]
+            if block[-1] >= first + count:
                 break
-        self._require_order(found, first, first + count)
+        self._require_increasing(found, first, first + count)
         return found
 
     def document_lengths(self) -> Iterator[Tensor]:
@@ -300,7 +300,7 @@ class Store:
             count = min(_BLOCK, self.num_documents - first) + 1
             yield torch.frombuffer(self._starts.read(first, count), dtype=torch.int64).diff()
 
-    def _require_order(self, starts: Sequence[int], above: int, below: int) -> None:
+    def _require_increasing(self, starts: Sequence[int], above: int, below: int) -> None:
         if not all(low < high for low, high in pairwise([above, *starts, below])):
             raise StoreError(
                 f"{self._starts.path} has documents at the tokens {list(starts)[:4]}, which must rise from {above} "
@@ -316,10 +316,10 @@ def open_store(folder: Path) -> Store:
     try:
         facts = read_object(folder / "store.json", "store.json")
         names: list[str] = facts.pop("tokens")
-        dtype, num_tokens, num_documents, largest, digest = (facts.pop(name) for name in ("dtype", *_NUMBERS, "digest"))
-        parts = tuple(_Numbers(folder / name, _CODES[dtype], len(names) <= _MAX_OPEN) for name in names)
-        starts = _Numbers(folder / "documents.bin", "q")
-        trained = _Numbers(folder / "trained.bin", "B") if (folder / "trained.bin").exists() else None
+        dtype, num_tokens, num_documents, largest, digest = (facts.pop(name) for name in ("dtype", *_TOTALS, "digest"))
+        parts = tuple(_NumberFile(folder / name, _CODES[dtype], len(names) <= _MAX_OPEN) for name in names)
+        starts = _NumberFile(folder / "documents.bin", "q")
+        trained = _NumberFile(folder / "trained.bin", "B") if (folder / "trained.bin").exists() else None
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigurationError(f"{folder}: a damaged token store ({error}); delete the folder") from error
     ends = tuple(accumulate(len(part) for part in parts))

@@ -1,4 +1,4 @@
-"""Building the model of a run on the meta device. `sw.shard` gives it memory, one unit at a time.
+"""Builds the model of a run on the meta device. `sw.shard` then allocates its weights, one unit at a time.
 
 built = build(settings, tokenizer.vocab_size, device)
 model, optimizer = sw.shard(built.model, optimizer, ..., seed=settings.seed)
@@ -32,22 +32,22 @@ class Built:
     weights: Mapping[str, Tensor] | None  # None: sw.shard initialises them
     num_params: int
     num_trainable: int
-    isolates_documents: bool  # loss_sum accepts positions
-    num_multiplying: int  # parameters that a token is multiplied by, weighted by the cost of their backward
+    isolates_documents: bool  # loss_sum accepts positions, which isolate the documents of a row
+    num_multiplying: int  # parameters in matrix products per token; a frozen one counts two thirds
     layers: int
     attention_width: int
 
     def flops_per_token(self, seq: int) -> float:
-        """FLOP of forward and backward per token; a frozen weight counts two thirds."""
+        """Return the FLOP of forward and backward per token."""
         return flops_per_token(self.num_multiplying, self.layers, self.attention_width, seq)
 
 
 def build(
     settings: Settings, vocab_size: int, device: torch.device, adapters: Any = None, facts: ModelFacts | None = None
 ) -> Built:
-    """Build a model. `vocab_size` is the tokenizer's; `device` is for adapters, the only weights with memory.
+    """Build a model. `vocab_size` is the tokenizer's. Adapters are on `device`, all other weights on the meta device.
 
-    `adapters` is a peft configuration that replaces that of the settings. `facts` is the result of `check(settings)`,
+    `adapters` is a peft configuration that replaces that in the settings. `facts` is the result of `check(settings)`,
     if the caller has it already.
     """
     facts = check(settings) if facts is None else facts
@@ -67,11 +67,11 @@ def build(
         weights = None if folder is None else hugging_face_weights(model, folder)
         layers, width = _attention_of(model.config.get_text_config())
         active = _active_share(model.config.get_text_config())
-    num_looked_up = _num_looked_up(model)
+    num_lookup_elems = _num_lookup_elems(model)
     if settings.lora is not None and adapters is None:
         adapters = adapters_for(settings.lora, is_in_tree)
     if adapters is not None:
-        if is_in_tree:  # a Llama in files, but not for peft
+        if is_in_tree:  # files have Llama's names, but modules have ours
             if not isinstance(adapters.target_modules, str):
                 adapters.target_modules = {in_tree_leaf_name(name) for name in adapters.target_modules}
             adapters.task_type = None
@@ -81,8 +81,8 @@ def build(
             path = LossPath("plain", path.isolates)
     set_path(model, path)
     params = dict(model.named_parameters())
-    # A frozen weight is used in the forward and for the gradient of its input, but has no gradient itself.
-    multiplying = sum(
+    # A frozen weight has two products instead of three: the forward and the gradient of its input.
+    num_multiplying = sum(
         param.numel() * (1.0 if param.requires_grad else 2 / 3) * (active if ".experts." in name else 1.0)
         for name, param in params.items()
     )
@@ -93,7 +93,7 @@ def build(
         num_params=sum(param.numel() for param in params.values()),
         num_trainable=sum(param.numel() for param in params.values() if param.requires_grad),
         isolates_documents=path.isolates,
-        num_multiplying=round(multiplying - num_looked_up * (1.0 if adapters is None else 2 / 3)),
+        num_multiplying=round(num_multiplying - num_lookup_elems * (1.0 if adapters is None else 2 / 3)),
         layers=layers,
         attention_width=width,
     )
@@ -111,7 +111,7 @@ def _hugging_face_model(settings: Settings, facts: ModelFacts) -> Any:
         config.use_cache = False
         config.return_dict = True
         with torch.device("meta"):
-            # Use the dtype of the files, which exports and frozen weights keep. Trainable weights have masters.
+            # Use the dtype of the files: exports and frozen weights keep it. Trainable weights have master weights.
             model = auto.from_config(config, dtype=_dtype(config, facts), trust_remote_code=False)
     except (ValueError, KeyError, TypeError, ImportError, OSError) as error:
         reason = str(error).strip().partition("\n")[0]
@@ -125,40 +125,40 @@ def _dtype(config: Any, facts: ModelFacts) -> torch.dtype:
     if isinstance(config.dtype, torch.dtype):
         return config.dtype
     stored = StoredTensors(weight_files(facts.folder)[:1])
-    dtypes = (stored.read(name).dtype for name in stored.names)  # of views of the mapped file: nothing is read
+    dtypes = (stored.read(name).dtype for name in stored.names)  # views of a mapped file: no data is read
     return next((dtype for dtype in dtypes if dtype.is_floating_point), torch.float32)
 
 
 def _adapted(
     model: nn.Module, weights: LazyWeights | None, config: Any, seed: int, device: torch.device
 ) -> tuple[nn.Module, LazyWeights | None]:
-    """The model with adapters, and its weights under their new names."""
-    own = names_by_tensor(model)
+    """Return the model with adapters, and its weights under the names that peft gives them."""
+    names_before = names_by_tensor(model)
     adapted = with_adapters(model, config, seed, device)
     if weights is None:
         return adapted, None
-    after = names_by_tensor(adapted)
-    names = {old: new for key, found in own.items() for old, new in zip(found, after[key], strict=True)}
-    adapters = {name: param.detach() for name, param in adapted.named_parameters() if id(param) not in own}
+    names_after = names_by_tensor(adapted)
+    names = {old: new for key, olds in names_before.items() for old, new in zip(olds, names_after[key], strict=True)}
+    adapters = {name: param.detach() for name, param in adapted.named_parameters() if id(param) not in names_before}
     return adapted, weights.with_tensors(adapters, names)
 
 
-def _num_looked_up(model: Any) -> int:
-    """Elements of embeddings, which are looked up, not multiplied; a tied one is multiplied as the head."""
+def _num_lookup_elems(model: Any) -> int:
+    """Return the number of embedding elements that are only looked up (not those of a tied head)."""
     head = model.head if isinstance(model, Transformer) else model.get_output_embeddings()
-    multiplied = set() if head is None else {id(param) for param in head.parameters()}
+    head_params = set() if head is None else {id(param) for param in head.parameters()}
     tables = {
         id(param): param.numel()
         for part in model.modules()
         if isinstance(part, nn.Embedding)
         for param in part.parameters()
-        if id(param) not in multiplied
+        if id(param) not in head_params
     }
     return sum(tables.values())
 
 
 def _active_share(config: Any) -> float:
-    """The share of a layer's experts that a token uses."""
+    """Return the share of a layer's experts that a token uses; 1.0 without experts."""
     chosen = getattr(config, "num_experts_per_tok", None)
     keys = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
     num_experts = next((value for key in keys if (value := getattr(config, key, None))), None)
@@ -166,7 +166,7 @@ def _active_share(config: Any) -> float:
 
 
 def _attention_of(config: Any) -> tuple[int, int]:
-    """The number of layers, and the width of the queries; 0 if the architecture does not say."""
+    """Return the number of layers and the width of the queries; 0 for each that the config does not have."""
     layers = getattr(config, "num_hidden_layers", 0) or 0
     hidden = getattr(config, "hidden_size", 0) or 0
     heads, head_dim = getattr(config, "num_attention_heads", None), getattr(config, "head_dim", None)

@@ -1,8 +1,8 @@
-"""Low-rank adapters with peft, on a model on the meta device, and their form in files.
+"""LoRA adapters, made by peft on a model on the meta device, and their names in files.
 
-peft creates adapters on the device of the weights, here the meta device. This module gives them memory, and values that
-depend on the seed and on their names alone; the base weights stay on the meta device and are frozen. Adapters can be
-merged into the weights that they were trained on, one weight at a time, in fp32: W + scale * B @ A.
+peft creates adapters on the device of the weights, here the meta device. This module then allocates the adapters and
+initialises them; their values depend only on the seed and on their names. The base weights stay on the meta device and
+are frozen. `merged` adds adapters to the base weights, one weight at a time, in fp32: W + scale * B @ A.
 """
 
 import hashlib
@@ -23,11 +23,11 @@ from ..settings import Lora
 from .llama import llama_name
 
 ADAPTER = "default"  # peft's default name
-IN_TREE_TARGETS = ("query", "value")  # as peft's default for Llama
+IN_TREE_TARGETS = ("query", "value")  # the same projections as peft's default for Llama
 
 
 def adapters_for(lora: Lora, is_in_tree: bool) -> Any:
-    """The configuration for peft."""
+    """Return the peft configuration for these settings."""
     hush()
     try:
         import peft
@@ -44,10 +44,10 @@ def adapters_for(lora: Lora, is_in_tree: bool) -> Any:
 
 
 def with_adapters(model: nn.Module, config: Any, seed: int, device: torch.device) -> Any:
-    """The model as a PeftModel: trainable adapters on `device`, everything else unchanged and frozen."""
+    """Return the model as a PeftModel with trainable adapters on `device`. All other weights are frozen."""
     from peft import get_peft_model
 
-    # peft writes the model's name there, and warns if it was another; saved configurations have inference mode on.
+    # peft warns if the config names another base model. Saved configs are in inference mode, which freezes adapters.
     config.base_model_name_or_path, config.inference_mode = None, False
     leaves = {path.rpartition(".")[2] for path, part in model.named_modules() if isinstance(part, nn.Linear)}
     try:
@@ -57,17 +57,17 @@ def with_adapters(model: nn.Module, config: Any, seed: int, device: torch.device
         raise ConfigurationError(f"lora: {str(error).rstrip('.')}; {did_you_mean(wrong, leaves)}") from None
     for path, module in adapted.named_modules():
         if callable(getattr(module, "reset_lora_parameters", None)):
-            _fill(module, config, f"{seed}:{path}", device)
+            _initialise(module, config, f"{seed}:{path}", device)
     return adapted
 
 
-def _fill(layer: Any, config: Any, seed: str, device: torch.device) -> None:
+def _initialise(layer: Any, config: Any, seed: str, device: torch.device) -> None:
     for part in layer.modules():
         for name, param in part._parameters.items():
             if param is not None and param.is_meta and param.requires_grad:
                 part._parameters[name] = nn.Parameter(torch.empty(param.shape, dtype=param.dtype))
     with torch.random.fork_rng(devices=[]), torch.no_grad():
-        # Initialised on the host, so that every kind of device has the same numbers.
+        # Initialise on the host, so that the values are the same for every kind of device.
         torch.manual_seed(int.from_bytes(hashlib.sha256(seed.encode()).digest()[:8], "little", signed=True))
         layer.reset_lora_parameters(ADAPTER, config.init_lora_weights)
     for part in layer.modules():
@@ -81,25 +81,25 @@ def is_adapter(name: str) -> bool:
 
 
 def base_name(name: str) -> str:
-    """The name without the parts that peft adds."""
+    """Return the parameter's name without the parts that peft adds."""
     return name.removeprefix("base_model.model.").replace(".base_layer.", ".")
 
 
 def adapter_form(model: Any, adapters: Sequence[Source]) -> list[Source]:
-    """Adapters under the names that peft expects."""
+    """Return the adapters under the names that peft expects in files."""
     from peft import get_peft_model_state_dict
 
-    shapes = {source.name: torch.empty(0, device="meta") for source in adapters}
-    found = get_peft_model_state_dict(model, state_dict=shapes, adapter_name=ADAPTER, save_embedding_layers=False)
-    sources = {id(shapes[source.name]): source for source in adapters}
-    if {id(shape) for shape in found.values()} != set(sources):
+    stand_ins = {source.name: torch.empty(0, device="meta") for source in adapters}
+    renamed = get_peft_model_state_dict(model, state_dict=stand_ins, adapter_name=ADAPTER, save_embedding_layers=False)
+    sources = {id(stand_ins[source.name]): source for source in adapters}
+    if {id(tensor) for tensor in renamed.values()} != set(sources):
         raise CheckpointError("peft stores these adapters in another form than the model has: merge them")
-    in_file = llama_name if isinstance(model.get_base_model(), Transformer) else str
-    return [replace(sources[id(shape)], name=in_file(name)) for name, shape in found.items()]
+    file_name = llama_name if isinstance(model.get_base_model(), Transformer) else str
+    return [replace(sources[id(tensor)], name=file_name(name)) for name, tensor in renamed.items()]
 
 
 def merged(model: Any, sources: Iterable[Source]) -> list[Source]:
-    """The base model's tensors under their own names, with the adapters merged into them."""
+    """Return the base model's tensors under their original names, with the adapters merged into them."""
     by_name = {source.name: source for source in sources}
     adapters = _adapters_of(model)
 
@@ -124,7 +124,7 @@ def merged(model: Any, sources: Iterable[Source]) -> list[Source]:
 
 
 def _adapters_of(model: Any) -> dict[str, tuple[str, str, float, bool]]:
-    """The names of A and B, the scale and whether it is transposed, by the weight that an adapter is added to."""
+    """Map each adapted weight to the names of A and B, the scale, and whether the product B @ A is transposed."""
     config = model.peft_config[ADAPTER]
     unusual = [key for key in ("use_dora", "lora_bias", "modules_to_save") if getattr(config, key, None)]
     if unusual:

@@ -1,11 +1,11 @@
-"""Trained models from a folder: loaded with their tokenizer for inference, or as the content of an export.
+"""Opens trained models in a folder: loads them with their tokenizer for inference, or reads them for an export.
 
-The source is an export (a Hugging Face folder, an in-tree model, a PEFT adapter), a checkpoint of a run, or a run
-folder: its export if there is one, else its newest complete checkpoint.
+The folder is an export (a Hugging Face folder, an in-tree model, a PEFT adapter), a checkpoint of a run, or a run
+folder: then its export is used if there is one, else its newest complete checkpoint.
 
 For an export the model is built on the meta device, for its names, tied weights and config. It is the model of the run
-if the checkpoint is in a run folder, else the one that the user names. No ranks, and no weights in memory: tensors are
-read when they are written.
+if the checkpoint is in a run folder, else the one that the user names. An export needs no ranks and no memory for all
+weights: each tensor is read when it is written.
 """
 
 import dataclasses
@@ -57,7 +57,7 @@ class Restored:
 
 
 def restore(path: Path, strategy: Strategy, tokenizer: str | None = None) -> Restored:
-    """Load a model. Any strategy will do, since there is one rank. `tokenizer` replaces that of the model."""
+    """Load a model. The strategy does not matter on a single rank. `tokenizer` replaces that of the model."""
     place = find_restorable(path)
     init()
     is_checkpoint = find(place) is not None
@@ -71,11 +71,11 @@ def restore(path: Path, strategy: Strategy, tokenizer: str | None = None) -> Res
             )
         settings = dataclasses.replace(saved, tokenizer=tokenizer or saved.tokenizer)
     elif (place / ADAPTER_CONFIG).is_file():
-        base, adapters = _adapter_in(place)
+        base, adapters = _adapter_config(place)
         settings = Settings(model=base, tokenizer=tokenizer or _adapter_tokenizer(place))
     facts = check(settings)
-    words = tokenizer_for(facts.tokenizer)
-    built = build(settings, words.vocab_size, device(), adapters, facts)
+    loaded = tokenizer_for(facts.tokenizer)
+    built = build(settings, loaded.vocab_size, device(), adapters, facts)
     precision = "bf16" if device().type == "cuda" else "fp32"
     if is_checkpoint:
         # The dtype of master weights must match the checkpoint; the compute dtype need not.
@@ -84,16 +84,16 @@ def restore(path: Path, strategy: Strategy, tokenizer: str | None = None) -> Res
         shard(built.model, None, strategy, precision=precision, seed=settings.seed)
         load(place, built.model)
     else:
-        # Without training there are no master weights, and weights keep their dtype.
+        # Without training there are no master weights, and the weights keep the dtype of their files.
         weights: Any = built.weights if adapters is None else _weights_with_adapter(built, place)
         built.model.requires_grad_(False)
         shard(built.model, None, strategy, precision=precision, seed=0)
         load_full_state_dict(built.model, weights)
-    return Restored(built.model, words, built.facts.max_seq, place)
+    return Restored(built.model, loaded, built.facts.max_seq, place)
 
 
 def find_restorable(path: Path) -> Path:
-    """The export or checkpoint to load for `path`."""
+    """Return the export or checkpoint to load for `path`, which may be a run folder."""
     if not path.is_dir():
         raise ConfigurationError(f"{path}: there is no such folder")
     if find(path) is not None or (path / ADAPTER_CONFIG).is_file() or is_model(path):
@@ -111,14 +111,14 @@ def find_restorable(path: Path) -> Path:
 
 
 def is_model(place: Path) -> bool:
-    """True for a Hugging Face folder, or one in the same format."""
+    """Return True for a Hugging Face folder, or one in the same format."""
     return find(place) is None and (place / CONFIG).is_file() and "model_type" in read_json(place / CONFIG)
 
 
 def settings_of(place: Path, extra: Mapping[str, Any]) -> Settings | None:
-    """The settings of the run that contains a checkpoint, else those saved in its `extra`; None: unknown."""
+    """Return the settings of the run folder of a checkpoint, else those in its `extra`, else None."""
     config = place.resolve().parent.parent / CONFIG
-    is_in_run = config.is_file() and "model_type" not in read_json(config)  # else it is a model's
+    is_in_run = config.is_file() and "model_type" not in read_json(config)  # else the config of a model
     if not is_in_run and "configuration" not in extra:
         return None
     try:
@@ -128,8 +128,8 @@ def settings_of(place: Path, extra: Mapping[str, Any]) -> Settings | None:
         raise ConfigurationError(f"{where} does not hold the settings of a run: {error}") from None
 
 
-def _adapter_in(place: Path, base: str | None = None) -> tuple[str, Any]:
-    """The base model of an adapter (`base` if given), and peft's configuration."""
+def _adapter_config(place: Path, base: str | None = None) -> tuple[str, Any]:
+    """Return the base model of an adapter (`base` if given), and its peft configuration."""
     about = read_json(place / ADAPTER_CONFIG)
     if about.get("peft_type") != "LORA":
         raise ConfigurationError(f"{place}: adapters of type {about.get('peft_type')!r}; only LORA can be opened")
@@ -147,16 +147,16 @@ def _adapter_in(place: Path, base: str | None = None) -> tuple[str, Any]:
 
 
 def _adapter_tokenizer(place: Path) -> str | None:
-    """The tokenizer that adapters were trained with, if their folder says so."""
+    """Return the tokenizer that the adapters were trained with, or None if their folder does not name it."""
     return own_tokenizer(place, read_json(place / NOTE) if (place / NOTE).is_file() else {})
 
 
 def _weights_with_adapter(built: Built, place: Path) -> LazyWeights:
-    """The weights of the base model and of the adapter."""
+    """Return the weights of the base model and of the adapter."""
     stored = StoredTensors([place / ADAPTER_WEIGHTS])
-    # In a model, names contain the name of the adapter; in files they do not.
-    in_file = llama_name if built.facts.kind == "in-tree" else str
-    names = {in_file(name.replace(f".{ADAPTER}", "")): name for name in built.model.state_dict() if is_adapter(name)}
+    # Parameter names in a model contain the adapter's name; names in files do not.
+    file_name = llama_name if built.facts.kind == "in-tree" else str
+    names = {file_name(name.replace(f".{ADAPTER}", "")): name for name in built.model.state_dict() if is_adapter(name)}
     wrong = sorted(set(names) ^ set(stored.names))
     if wrong:
         raise ConfigurationError(f"{place / ADAPTER_WEIGHTS} does not fit its {ADAPTER_CONFIG}: first {wrong[0]!r}")
@@ -172,8 +172,8 @@ def _weights_with_adapter(built: Built, place: Path) -> LazyWeights:
 class ExportOptions:
     """Options of an export.
 
-    `model` replaces the model of the run, if there is one. `dtype` is a key of DTYPES, `keep` for that of the
-    checkpoint, or `auto` for that of the original model, as in the export of a run.
+    `model` replaces the model of the run, if there is one. `dtype` is a key of DTYPES, `keep` (the checkpoint's dtype)
+    or `auto` (the dtype of the original model, as in the export at the end of a run).
     """
 
     model: str | None = None
@@ -190,14 +190,14 @@ def content_of(path: Path, options: ExportOptions) -> Iterator[Content]:
     if (place / ADAPTER_CONFIG).is_file():
         if not options.is_merged:
             raise ConfigurationError(f"{place} is a PEFT adapter already: to write a whole model, add --merge")
-        base, config = _adapter_in(place, options.model)
-        built = _named(base, _adapter_tokenizer(place), config)
+        base, config = _adapter_config(place, options.model)
+        built = _build_from_folder(base, _adapter_tokenizer(place), config)
         sources = _weight_sources(built.model, _weights_with_adapter(built, place), options.dtype)
         yield _content(built, sources, options, about, is_adapted=True)
     elif is_model(place):
         if options.model is not None:
             raise ConfigurationError(f"{place} is a model of its own: leave --model out")
-        built = _named(str(place))
+        built = _build_from_folder(str(place))
         sources = _weight_sources(built.model, built.weights, options.dtype)
         yield _content(built, sources, options, about, is_adapted=False)
     else:
@@ -215,13 +215,13 @@ def _content(
     if options.is_merged and not is_adapted:
         raise ConfigurationError("--merge: there are no adapters to merge")
     if is_adapted and not options.is_merged and built.facts.has_weights:
-        sources = [source for source in sources if is_adapter(source.name)]  # the base exists already
+        sources = [source for source in sources if is_adapter(source.name)]  # the base model has its own folder
     names = names_of(built.model)
     return Content(built.model, built.facts, sources, names, is_adapted, options.is_merged, options.max_bytes, about)
 
 
 def _model_of(place: Path, extra: Mapping[str, Any], options: ExportOptions) -> tuple[Built, bool]:
-    """The model of a checkpoint, and True if it has adapters."""
+    """Return the model of a checkpoint, and whether it has adapters."""
     why = "it is not in a run folder, and was not saved by a run"
     try:
         settings = settings_of(place, extra)
@@ -233,7 +233,7 @@ def _model_of(place: Path, extra: Mapping[str, Any], options: ExportOptions) -> 
                 f"{place}: its model is unknown ({why}): name a Hugging Face folder with its config and "
                 "tokenizer, --model FOLDER"
             )
-        return _named(options.model), False
+        return _build_from_folder(options.model), False
     if options.model is not None:
         settings = dataclasses.replace(settings, model=options.model, shape={})
     try:
@@ -244,17 +244,17 @@ def _model_of(place: Path, extra: Mapping[str, Any], options: ExportOptions) -> 
     return built, settings.lora is not None
 
 
-def _named(model: str, tokenizer: str | None = None, adapters: Any = None) -> Built:
-    """The model in a folder, with its tokenizer files if there are any."""
+def _build_from_folder(model: str, tokenizer: str | None = None, adapters: Any = None) -> Built:
+    """Build the model of a folder on the meta device, with its tokenizer files if there are any."""
     folder = find_model(model, with_weights=False)
     folder = folder.parent if folder.is_file() else folder
-    is_drawn = not any(folder.glob("*.safetensors"))
+    is_random = not any(folder.glob("*.safetensors"))
     tokenizer = tokenizer or own_tokenizer(folder, read_json(folder / CONFIG)) or str(folder)
-    settings = Settings(model=model, tokenizer=tokenizer, random_weights=is_drawn)
+    settings = Settings(model=model, tokenizer=tokenizer, random_weights=is_random)
     built = build(settings, 0, _HOST, adapters, check(settings))
     dtype = getattr(torch, str(built.facts.config.get("dtype") or built.facts.config.get("torch_dtype")), None)
-    if is_drawn and isinstance(dtype, torch.dtype):
-        built.model.to(dtype)  # randomly initialised weights are fp32 otherwise
+    if is_random and isinstance(dtype, torch.dtype):
+        built.model.to(dtype)  # otherwise `build` uses fp32 if there are no weight files
     return built
 
 
@@ -265,19 +265,19 @@ def _stored_sources(
     expected = built.model.state_dict(keep_vars=True)
     sources, missing = [], []
     for first, names in names_of(built.model).items():
-        own = expected[first]
+        tensor = expected[first]
         saved = next((by_name[name] for name in names if name in by_name), None)
         if saved is None:
             missing.append(first)
-        elif saved.shape != tuple(own.shape):
-            raise CheckpointError(f"{place}: {first!r} is {saved.shape} in it, {tuple(own.shape)} in the model")
+        elif saved.shape != tuple(tensor.shape):
+            raise CheckpointError(f"{place}: {first!r} is {saved.shape} in it, {tuple(tensor.shape)} in the model")
         else:
-            chosen = _dtype_of(own, saved.torch_dtype, dtype)
+            chosen = _dtype_of(tensor, saved.torch_dtype, dtype)
             sources.append(stored_source(first, reader, saved, chosen))
     unknown = [
         name
         for name, saved in tensors.items()
-        if not any(each in expected for each in (name, *saved.tied)) and not COMPUTED.search(name)
+        if not any(alias in expected for alias in (name, *saved.tied)) and not COMPUTED.search(name)
     ]
     lacks = [f"it lacks {len(missing)} tensors, first {missing[0]!r}"] if missing else []
     has = [f"it has {len(unknown)} that the model has not, first {unknown[0]!r}"] if unknown else []
@@ -297,17 +297,17 @@ def _weight_sources(model: nn.Module, weights: Mapping[str, Tensor] | None, dtyp
         return [converted(name, weights[name], chosen)]
 
     for first, names in names_of(model).items():
-        own = expected[first]
+        tensor = expected[first]
         name = next(name for name in names if name in weights)
-        chosen = _dtype_of(own, own.dtype, dtype)
-        sources.append(Source(first, chosen, tuple(own.shape), partial(rows, name, chosen)))
+        chosen = _dtype_of(tensor, tensor.dtype, dtype)
+        sources.append(Source(first, chosen, tuple(tensor.shape), partial(rows, name, chosen)))
     return sources
 
 
-def _dtype_of(own: Tensor, stored: torch.dtype, choice: str) -> torch.dtype:
-    """The dtype to write. Integers keep theirs, and buffers too, unless `auto` takes the model's."""
+def _dtype_of(tensor: Tensor, stored: torch.dtype, choice: str) -> torch.dtype:
+    """Return the dtype to write. Integers keep the stored one; so do buffers, unless `choice` is `auto`."""
     if not stored.is_floating_point or choice == "keep":
         return stored
     if choice == "auto":
-        return own.dtype
-    return DTYPES[choice] if isinstance(own, nn.Parameter) else stored
+        return tensor.dtype
+    return DTYPES[choice] if isinstance(tensor, nn.Parameter) else stored

@@ -1,8 +1,8 @@
 """Text generation, token by token.
 
-The whole text goes through the model for every token, without a cache of keys and values, so that any model works,
-sharded or not. The row always has its full length, padded with tokens that causal attention hides from the text before
-them: with one shape, compiled blocks are compiled once.
+For every new token the model runs on the whole text, without a cache of keys and values. So any model works, sharded
+or not. The input always has the same length, so that compiled blocks are compiled once: it is padded at the end, and
+causal attention hides the padding from the text.
 """
 
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ from .headloss import path_of
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How the next token is chosen. Temperature 0 takes the most likely one; top_k 0 considers all of them."""
+    """Rule for choosing the next token. Temperature 0: the most likely token; top_k 0: all tokens are candidates."""
 
     temperature: float = 0.8
     top_k: int = 50
@@ -51,21 +51,21 @@ def sample(
     max_seq: int,
     stop_id: int | None = None,
 ) -> str:
-    """Generate text after the prompt: at most `num_tokens` tokens, fewer if the model ends the document or `stop_id`.
+    """Generate at most `num_tokens` tokens after the prompt. The end token and `stop_id` end the text earlier.
 
-    All ranks of a sharded model must call it, and get the same text. An empty prompt is the beginning of a document.
+    All ranks of a sharded model must call this; all get the same text. With an empty prompt, a new document begins.
     """
-    prompted = tokenizer.encode(prompt) or [tokenizer.end_id]
+    prompt_ids = tokenizer.encode(prompt) or [tokenizer.end_id]
     generator = torch.Generator().manual_seed(sampling.seed)
-    window = min(max_seq, len(prompted) + num_tokens)
+    window = min(max_seq, len(prompt_ids) + num_tokens)
     generated: list[int] = []
     was_training = model.training
     model.eval()
     try:
         for _ in range(num_tokens):
-            recent = [*prompted, *generated][-window:]
-            # Vocabularies of models are padded: only ids of the tokenizer can be chosen.
-            logits = _logits(model, recent, window, tokenizer.end_id)[: tokenizer.vocab_size]
+            context = [*prompt_ids, *generated][-window:]
+            # The model's vocabulary may be padded: choose only among the tokenizer's ids.
+            logits = _logits(model, context, window, tokenizer.end_id)[: tokenizer.vocab_size]
             token = _from_first_rank(model, sampling.choose(logits, generator))
             if token in (tokenizer.end_id, stop_id):
                 break
@@ -75,15 +75,15 @@ def sample(
     return tokenizer.decode(generated)
 
 
-def _logits(model: nn.Module, tokens: list[int], window: int, filler: int) -> Tensor:
-    """Logits of the next token, (vocab,), in fp32 on the host."""
-    row = torch.tensor([tokens + [filler] * (window - len(tokens))], device=next(model.parameters()).device)
+def _logits(model: nn.Module, tokens: list[int], window: int, pad_id: int) -> Tensor:
+    """Return the logits of the next token, of shape (vocab,), in fp32 on the host."""
+    row = torch.tensor([tokens + [pad_id] * (window - len(tokens))], device=next(model.parameters()).device)
     out = model(row) if path_of(model).how == "in-tree" else model(input_ids=row).logits
     return out[0, len(tokens) - 1].float().cpu()
 
 
 def _from_first_rank(model: nn.Module, token: int) -> int:
-    """Rank 0's choice: logits may differ in the last bit, and ranks must not diverge."""
+    """Return rank 0's choice: logits may differ in the last bit between ranks, but all must continue with one text."""
     engine = find_engine(model)
     if engine is None:
         return token
