@@ -40,6 +40,8 @@ class Ending:
 def run_steps(run: Run, profile: Profile) -> Ending:
     """Train from the step that the run has reached to its last one."""
     records, exchange, first = run.records, _HostExchange(run.hosts, run.requests), run.step
+    eval_every = interval_of(run.settings.eval_steps, run.num_steps)
+    save_every = interval_of(run.settings.save_steps, run.num_steps)
     coming = run.micro_batches(first)
     exchange.start(_num_targets(coming), 0.0)
     queued: _QueuedStep | None = None  # the last step, until its loss has arrived
@@ -49,12 +51,7 @@ def run_steps(run: Run, profile: Profile) -> Ending:
         if handed_in is not None:
             records.add(handed_in.result(agreed.loss_sum))
             handed_in = None
-        evaluates, saves = (
-            step > first and interval > 0 and step % interval == 0
-            for interval in (
-                interval_of(steps, run.num_steps) for steps in (run.settings.eval_steps, run.settings.save_steps)
-            )
-        )
+        evaluates, saves = (step > first and every > 0 and step % every == 0 for every in (eval_every, save_every))
         if evaluates or saves or agreed.save or agreed.stop is not None or records.complaint:
             late = _settle(queued, exchange, records)
             queued = None

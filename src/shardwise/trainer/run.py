@@ -172,12 +172,7 @@ def set_up(settings: Settings, context: FailureContext) -> Run:
     prepared, samples, eval_samples = _data(settings, checked, _silent if has_launcher() else say)
 
     free_bytes, free_host_bytes = free_bytes_here(), host_bytes_here() // mesh.num_local_ranks()
-    built = all_or_none(world, lambda: build(settings, checked.tokenizer.vocab_size, device, facts=checked.facts))
-    if samples.windows.is_isolated and not built.isolates_documents:
-        raise ConfigurationError(
-            f"isolate_documents: the attention of {built.facts.config.get('model_type')} cannot be stopped at the ends "
-            "of documents; use --packing padded, or --no-isolate-documents"
-        )
+    built = all_or_none(world, lambda: _built(settings, checked, device, samples))
     model, optimizer, planned = _sharded(built, settings, checked, free_bytes, context)
     resumed = resume(candidates, model, optimizer, say)
     settings = replace(settings, resume_from_checkpoint=resumed.checkpoint)
@@ -196,9 +191,11 @@ def set_up(settings: Settings, context: FailureContext) -> Run:
     all_or_none(world, lambda: _take_folder(settings, resumed, planned) if rank == 0 else None)
     metrics.truncate_after(first_step)
     run = Run(
-        settings, folder, checked, prepared, built, model, optimizer, samples, eval_samples, rank, device, hosts,
-        num_steps, updates_early(settings), first_step, first_sample, planned, saves, free_bytes, free_host_bytes,
-        metrics, Progress(num_steps, first_step, is_shown=rank == 0), Requests(folder if rank == 0 else None),
+        settings=settings, folder=folder, checked=checked, prepared=prepared, built=built, model=model,
+        optimizer=optimizer, samples=samples, eval_samples=eval_samples, rank=rank, device=device, hosts=hosts,
+        num_steps=num_steps, updates_early=updates_early(settings), first_step=first_step, first_sample=first_sample,
+        planned=planned, saves=saves, free_bytes=free_bytes, free_host_bytes=free_host_bytes, metrics=metrics,
+        progress=Progress(num_steps, first_step, is_shown=rank == 0), requests=Requests(folder if rank == 0 else None),
     )  # fmt: skip
     place = resumed.checkpoint
     if place is not None and Path(place).resolve().parent == (folder / CHECKPOINTS).resolve():
@@ -235,6 +232,16 @@ def _data(settings: Settings, checked: Checked, say: Say) -> tuple[Prepared, Sam
     if not has_launcher():  # it has checked this
         all_or_none(patient, lambda: require_targets(samples, say))
     return prepared, samples, eval_samples
+
+
+def _built(settings: Settings, checked: Checked, device: torch.device, samples: Samples) -> Built:
+    built = build(settings, checked.tokenizer.vocab_size, device, facts=checked.facts)
+    if samples.windows.is_isolated and not built.isolates_documents:
+        raise ConfigurationError(
+            f"isolate_documents: the attention of {built.facts.config.get('model_type')} cannot be stopped at the ends "
+            "of documents; use --packing padded, or --no-isolate-documents"
+        )
+    return built
 
 
 def _sharded(

@@ -378,9 +378,9 @@ def difference_from(announced: int, passed: int, states: dict[int, State], is_ov
         events = {number: (checksum, f"went on with {what}") for number, checksum, what in state.recent}
         if state.doing == "announcing":
             events[state.passed] = (state.announced, f"wants to continue with {state.what}")
-        is_beyond = is_overdue and state.passed > passed
-        checksum, what = events.get(passed, (announced + is_beyond, "went on with something else"))
-        if checksum != announced:
+        checksum, what = events.get(passed, (None, "went on with something else"))
+        differs = is_overdue and state.passed > passed if checksum is None else checksum != announced
+        if differs:
             return f"where rank {rank} {what}"
     return ""
 
