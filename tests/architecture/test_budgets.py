@@ -12,7 +12,7 @@ import shardwise as sw
 from tests.architecture.source import PACKAGE, trees
 
 # Lines of Python. They only go down: the goal is 10,000 for the core, and 36,000 in 260 files for the package.
-MAX_LINES = {"core/": 10_330, "": 42_380}
+MAX_LINES = {"core/": 10_230, "": 41_702}
 MAX_FILES = 218
 MAX_FILE_LINES = 500
 MIN_FILE_LINES = 40

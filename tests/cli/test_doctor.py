@@ -85,16 +85,17 @@ def test_the_interface_that_each_backend_takes() -> None:
 
 
 def test_a_backend_is_told_what_to_take() -> None:
-    told = machine._taken("gloo", "GLOO_SOCKET_IFNAME", {"GLOO_SOCKET_IFNAME": "eth1"}, "lo")
-    assert (told.value, told.grade) == ("eth1", "ok")
+    finding = machine._taken("gloo", "GLOO_SOCKET_IFNAME", {"GLOO_SOCKET_IFNAME": "eth1"}, "lo")
+    assert (finding.value, finding.grade) == ("eth1", "ok")
     assert machine._taken("gloo", "GLOO_SOCKET_IFNAME", {}, None).grade == "broken"
 
 
-def test_versions_that_are_too_old() -> None:
+def test_versions_that_are_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
     assert software._at_least("torch", "2.9.1+cu128", (2, 11), "").grade == "broken"
     assert software._at_least("torch", "2.11.0+cu130", (2, 11), "").grade == "ok"
     assert software._at_least("python", "3.12.1", (3, 11), "").grade == "ok"
-    assert software._needed("no-such-package").grade == "broken"
+    monkeypatch.setattr(software, "NEEDED", ("no-such-package",))
+    assert {each.name: each.grade for each in software.look()}["no-such-package"] == "broken"
 
 
 def test_a_driver_that_torch_cannot_use(tmp_path: Path) -> None:

@@ -182,7 +182,7 @@ def is_pinned() -> list[bool]:
     run = made(SMALL, "full", "zero3+activations=host")
     run.step(run.batch(0))
     buffers = run.engine.activations.buffers
-    return [buffer._arena.is_pinned for buffer in (*buffers._free, *buffers._returned)]
+    return [buffer.is_pinned for buffer in (*buffers._free, *buffers._returned)]
 
 
 def test_host_memory_is_pinned(run_ranks: Pool) -> None:

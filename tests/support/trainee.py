@@ -33,6 +33,19 @@ Build = Callable[[], nn.Module]
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
 
+class Block(nn.Module):
+    """A block for small models, with odd sizes, so that shards cut through parameters."""
+
+    def __init__(self, width: int = 16, hidden: int = 37) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, hidden)
+        self.down = nn.Linear(hidden, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.up(self.norm(x)).tanh())
+
+
 @dataclass
 class Trainee:
     model: nn.Module

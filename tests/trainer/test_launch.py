@@ -225,7 +225,7 @@ def test_the_watch_goes_on_whatever_happens_to_it(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(rank_watcher, "read_notes", unreliable)
     rank = subprocess.Popen(["sleep", "60"])
     write_note(tmp_path, Note(0, 0, rank.pid, ""))
-    with RankWatcher(say, AssertionError("not here"), timeout_s=60.0, temporary_folder=tmp_path) as watch:
+    with RankWatcher(say, AssertionError("not here"), timeout_s=60.0, folder=tmp_path) as watch:
         watch.watch(tmp_path)
         os.kill(os.getpid(), signal.SIGTERM)
         assert rank.wait(DEADLINE_S) == -signal.SIGUSR1, "it was asked to stop"

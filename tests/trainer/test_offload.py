@@ -87,8 +87,8 @@ def test_codecs_of_the_wire() -> None:
 @pytest.mark.parametrize(
     ("strategy", "wire", "words"),
     [
-        ("zero3", "int8", "'int8' does not say what is sent as what; write params=int8"),
-        ("zero3", "params=", "'params=' does not say what is sent as what"),
+        ("zero3", "int8", "'int8' names no format; write params=int8"),
+        ("zero3", "params=", "'params=' names no format"),
         ("zero3", "params=int4", "with what was changed .*16 values are too few"),
         ("zero3", "optimizer=int8", "'optimizer' cannot be encoded"),
         ("ddp", "params=int8", "parameters that every rank updates are never sent"),

@@ -8,6 +8,7 @@ ranks, and no rank ever holds more than its share and one unit.
 
 import hashlib
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -77,11 +78,8 @@ class _MetaModel:
         self._seed = seed
         self._device = device
         # Hugging Face models initialise any module of theirs, often from the parent of the one that holds the weight.
-        self._init_weights = [
-            module._init_weights
-            for module in self._modules.values()
-            if callable(getattr(module, "_init_weights", None))
-        ][:1]
+        found = (getattr(module, "_init_weights", None) for module in self._modules.values())
+        self._init_weights = next(filter(callable, found), None)
 
     def fill(self, unit: UnitSpec) -> None:
         """Give the meta parameters of a unit, and the meta buffers of the same modules, memory and initial values."""
@@ -98,12 +96,8 @@ class _MetaModel:
 
     def fill_buffers(self) -> None:
         """Fill meta buffers of modules that own no parameters, such as rotary tables."""
-        owners = [
-            path
-            for path, module in self._modules.items()
-            if any(buffer is not None and buffer.is_meta for buffer in module._buffers.values())
-        ]
-        self._reset(owners)
+        buffers = [(path, buffer) for path, module in self._modules.items() for buffer in module._buffers.values()]
+        self._reset(path for path, buffer in buffers if buffer is not None and buffer.is_meta)
 
     def _reset(self, owners: Iterable[str]) -> None:
         paths = set(owners)
@@ -112,16 +106,21 @@ class _MetaModel:
             for name, buffer in buffers.items():
                 if buffer is not None and buffer.is_meta:
                     buffers[name] = _unfilled(buffer, self._device)
-        if self._init_weights:
+        if self._init_weights is not None:
             paths |= {path for path in self._modules if any(not path or o.startswith(f"{path}.") for o in paths)}
+        devices = [self._device] if self._device.type == "cuda" else []
         # Children before their parents, as the models themselves do it.
         for path in sorted(paths, key=lambda path: (-path.count(".") - bool(path), path)):
-            self._seeded(path, self._reset_of(path))
+            reset = self._reset_of(path)
+            digest = hashlib.sha256(f"{self._seed}:{path}".encode()).digest()
+            with torch.random.fork_rng(devices=devices), torch.no_grad():
+                torch.manual_seed(int.from_bytes(digest[:8], "little", signed=True))
+                reset()
 
     def _reset_of(self, path: str) -> Callable[[], Any]:
         module = self._modules[path]
-        for init_weights in self._init_weights:
-            return lambda: init_weights(module)
+        if self._init_weights is not None:
+            return partial(self._init_weights, module)
         for name in ("reset_parameters", "_reset_parameters"):
             reset = getattr(module, name, None)
             if callable(reset):
@@ -130,13 +129,6 @@ class _MetaModel:
             f"module {path!r} ({type(module).__name__}) is on the meta device and has no reset_parameters(): "
             "give it one, or build the model on a real device"
         )
-
-    def _seeded(self, path: str, reset: Callable[[], Any]) -> None:
-        devices = [self._device] if self._device.type == "cuda" else []
-        digest = hashlib.sha256(f"{self._seed}:{path}".encode()).digest()
-        with torch.random.fork_rng(devices=devices), torch.no_grad():
-            torch.manual_seed(int.from_bytes(digest[:8], "little", signed=True))
-            reset()
 
 
 def _unfilled(tensor: Tensor, device: torch.device) -> Tensor:

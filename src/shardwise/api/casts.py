@@ -50,6 +50,10 @@ _CALLS_TO_TRUST = 3
 
 def kept_patterns(model: nn.Module, precision: Precision) -> tuple[str, ...]:
     """Patterns of modules that compute in fp32: those that the precision names, and those that this model needs."""
+    known = [path for path, _ in model.named_modules()]
+    for pattern in precision.keep_fp32:
+        if not any(fnmatchcase(path, pattern) for path in known):
+            raise ConfigurationError(f"keep_fp32: {pattern!r} matches no module; {did_you_mean(pattern, known)[:300]}")
     if precision.compute == FP32:
         return precision.keep_fp32
     names: set[str] = set()
@@ -76,14 +80,6 @@ def _needs_fp32(module: nn.Module) -> bool:
     )
 
 
-def refuse_idle_patterns(modules: dict[str, nn.Module], patterns: Sequence[str]) -> None:
-    for pattern in patterns:
-        if not any(fnmatchcase(path, pattern) for path in modules):
-            raise ConfigurationError(
-                f"keep_fp32: {pattern!r} matches no module; {did_you_mean(pattern, modules)[:300]}"
-            )
-
-
 def install_casts(
     modules: dict[str, nn.Module], units: Sequence[Unit], precision: Precision, kept: Sequence[str]
 ) -> None:
@@ -99,7 +95,7 @@ def install_casts(
     _cast_at_borders([modules[path] for path in outermost], compute)
     if precision.autocast is not None:
         # Units as well: parts of a model may be called without its root.
-        for module in {id(module): module for module in (modules[""], *(unit.module for unit in units))}.values():
+        for module in dict.fromkeys([modules[""], *(unit.module for unit in units)]):
             _run_under_autocast(module, device, precision.autocast.torch)
 
 

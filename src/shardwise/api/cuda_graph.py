@@ -45,7 +45,11 @@ class Replay:
         statuses = self._engine.statuses
         if snapshot(statuses) != self._begins_with:
             self._gathers.settle()
-            self._gather_frozen_as_left()
+            # Gather encoded frozen weights again, exact, as a backward leaves them at the end of a step.
+            for index in self._gathers.schedule.after_step:
+                is_rounded = any(flat.rounds_forwards and not flat.trainable for flat in statuses[index].plan.flats)
+                if is_rounded and statuses[index].plan.backward_reads and not statuses[index].is_ready("backward"):
+                    self._gathers.start(index, "backward", needed_now=False)
             for status in statuses:
                 status.invalidate()
             self._gathers.start_first()
@@ -75,14 +79,6 @@ class Replay:
         for status in self._engine.statuses:
             if status.is_ready("forward"):
                 self._engine.units[status.index].stamp(status.version)
-
-    def _gather_frozen_as_left(self) -> None:
-        """Gather encoded frozen weights again, exact, as a backward leaves them at the end of a step."""
-        for index in self._gathers.schedule.after_step:
-            status, plan = self._engine.statuses[index], self._engine.statuses[index].plan
-            is_rounded = any(flat.rounds_forwards and not flat.trainable for flat in plan.flats)
-            if is_rounded and plan.backward_reads and not status.is_ready("backward"):
-                self._gathers.start(index, "backward", needed_now=False)
 
     def _lose_the_rest(self) -> None:
         """Make units SHARDED whose memory the step releases, and those in slots, except the first ones of a step."""
@@ -119,7 +115,15 @@ class CapturedStep:
         self._compute.compute_waits_for(self._compute.mark())
         if self._graph is None:
             self._record(inputs)
-        self._refuse_other_settings()
+        # Hyper-parameters that are plain numbers were written into the recorded kernels.
+        for number, (now, recorded) in enumerate(zip(plain_settings(self._optimizer), self._settings, strict=True)):
+            for key, value in now.items():
+                if value != recorded.get(key):
+                    raise StateError(
+                        f"{key} of the optimizer's group {number} was {recorded.get(key)} when the step was recorded "
+                        f"and is {value} now, which a recording does not see: make it a tensor on the GPU "
+                        "(lr=torch.tensor(..., device='cuda')) and change it in place, as torch's schedulers do"
+                    )
         for index, (own, given) in enumerate(zip(self._inputs, inputs, strict=True)):
             if own.shape != given.shape or own.dtype != given.dtype:
                 raise StateError(
@@ -150,17 +154,6 @@ class CapturedStep:
             ) from error
         self._graph = graph
 
-    def _refuse_other_settings(self) -> None:
-        """Refuse changed hyper-parameters that are plain numbers: they were written into the recorded kernels."""
-        for number, (now, recorded) in enumerate(zip(plain_settings(self._optimizer), self._settings, strict=True)):
-            for key, value in now.items():
-                if value != recorded.get(key):
-                    raise StateError(
-                        f"{key} of the optimizer's group {number} was {recorded.get(key)} when the step was recorded "
-                        f"and is {value} now, which a recording does not see: make it a tensor on the GPU "
-                        "(lr=torch.tensor(..., device='cuda')) and change it in place, as torch's schedulers do"
-                    )
-
 
 def capture(model: nn.Module, optimizer: torch.optim.Optimizer, step: Callable[..., Any]) -> CapturedStep:
     """Turn `step`, a function of a batch's tensors that trains for one step, into one that replays a CUDA graph.
@@ -173,16 +166,13 @@ def capture(model: nn.Module, optimizer: torch.optim.Optimizer, step: Callable[.
         raise ConfigurationError("sw.capture records the step of one optimizer: leave it out where there are several")
     if engine.mesh.device.type != "cuda":
         raise ConfigurationError(f"sw.capture records a CUDA graph, and the model is on {engine.mesh.device}")
-    elsewhere = [unit for unit in engine.schedule.units if unit.layout.places != {"device"}]
-    if elsewhere:
-        raise ConfigurationError(
-            f"sw.capture records what the GPU does, and the host takes part in unit {elsewhere[0].name!r} "
-            f"({elsewhere[0].layout}): keep everything on the device"
-        )
+    for unit in engine.schedule.units:
+        if unit.layout.places != {"device"}:
+            raise ConfigurationError(
+                f"sw.capture: the host takes part in unit {unit.name!r} ({unit.layout}): keep everything on the device"
+            )
     if engine.scale.loss_scale is not None:
         raise ConfigurationError("sw.capture with fp16: a step that overflowed is skipped by the host; use bf16")
     if not all(group.get("capturable", True) for group in optimizer.param_groups):
-        raise ConfigurationError(
-            "sw.capture: the optimizer counts its steps on the host; build it with capturable=True"
-        )
+        raise ConfigurationError("sw.capture: the optimizer counts steps on the host; build it with capturable=True")
     return CapturedStep(engine, optimizer, step)

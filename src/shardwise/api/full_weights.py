@@ -110,8 +110,7 @@ def full_state_dict(model: nn.Module, *, rank0_only: bool = False) -> dict[str, 
     With `rank0_only` the other ranks take part and get an empty dict.
     """
     found = {name: value for part in whole_parts(model, rank0_only=rank0_only) for name, value in part.items()}
-    engine = engine_of(model)
-    return {name: found[name] for name in own_state_dict(model, engine) if name in found}
+    return {name: found[name] for name in own_state_dict(model, engine_of(model)) if name in found}
 
 
 def whole_parts(
@@ -143,11 +142,10 @@ def whole_parts(
                     # A copy even on the host: the buffer is one piece, and a caller may keep only one tensor of it.
                     part |= dict.fromkeys(names[user], value.to("cpu", spec.dtype.torch, copy=True))
         yield part
-    others = {name: value for name, value in entries.items() if place_of(value) is None}
     yield {
         name: value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
-        for name, value in others.items()
-        if is_taker
+        for name, value in entries.items()
+        if is_taker and place_of(value) is None
     }
 
 

@@ -80,7 +80,7 @@ def memory(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> 
             f"sw.memory was given the {type(optimizer).__name__} that sw.shard was given: give it the optimizer that "
             "sw.shard returned"
         )
-    # Of stand-ins for state on disk only the storage is read, which needs no check.
+    # Only the storage of stand-ins for state on disk is read, which needs no check.
     with torch._C.DisableTorchFunctionSubclass():
         return _count(engine, model, optimizer)
 
@@ -105,39 +105,33 @@ def _count(engine: Engine, model: nn.Module, optimizer: ShardedOptimizer | None)
     buffers += count(_small(engine, optimizer))
     peak_grads, peak_buffers = grads + _given_back(gradients), buffers + _given_back([*own, *slots])
     now, peak, reserved = _in_use(device)
-    held, most = (
-        params + grads + masters_and_moments + buffers,
-        params + masters_and_moments + peak_grads + peak_buffers,
-    )
+    held = params + masters_and_moments
     inner = None if optimizer is None else optimizer.inner
+    outside_arena = 0
+    if inner is not None and not host.row_names:
+        # Moments that an optimizer of another package keeps for masters on the host.
+        offloaded = {param for state in states if state.flat.host_updates for param in state.resting_params}
+        moments = (value for param in offloaded for value in inner.state.get(param, {}).values())
+        outside_arena = _Counter(torch.device("cpu"), host.arena.owns)(moments)
     return Memory(
         params=params,
         grads=grads,
         optimizer=masters_and_moments,
         buffers=buffers,
-        activations=None if reserved is None else now - held,
+        activations=None if reserved is None else now - held - grads - buffers,
         peak_grads=peak_grads,
         peak_buffers=peak_buffers,
-        peak_activations=None if reserved is None else max(peak - most, 0),
+        peak_activations=None if reserved is None else max(peak - held - peak_grads - peak_buffers, 0),
         now=now,
         peak=peak,
         reserved=reserved,
         planned=state_bytes([state.flat for state in states], num_moments(inner, engine.precision)),
         planned_buffers=registered + _planned_slots(engine) - whole,
-        host=host.arena.taken_bytes + _next_to_arena(engine, inner),
+        host=host.arena.taken_bytes + outside_arena,
         disk=host.size.disk,
         planned_host=host.size.host,
         planned_disk=host.size.disk,
     )
-
-
-def _next_to_arena(engine: Engine, inner: torch.optim.Optimizer | None) -> int:
-    """Moments that an optimizer of another package keeps for masters on the host."""
-    if inner is None or engine.host.row_names:
-        return 0
-    offloaded = {param for state in engine.all_states if state.flat.host_updates for param in state.resting_params}
-    count = _Counter(torch.device("cpu"), engine.host.arena.owns)
-    return count(value for param in offloaded for value in inner.state.get(param, {}).values())
 
 
 class _Counter:

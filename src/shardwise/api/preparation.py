@@ -8,6 +8,7 @@ import platform
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -33,7 +34,7 @@ from ..planner.planning import Plan
 from ..planner.search import moves_behind_auto
 from ..planner.training import Training
 from ..version import VERSION
-from .casts import kept_patterns, refuse_idle_patterns
+from .casts import kept_patterns
 
 # Names of wrapper classes of torch and DeepSpeed that shard, gather or reduce by themselves.
 _WRAPPERS = ("DataParallel", "DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule", "DeepSpeedEngine")
@@ -82,13 +83,20 @@ def prepare(request: Request) -> Prepared:
         raise ConfigurationError(f"this {type(model).__name__} has no parameters: there is nothing to shard")
     names: dict[Tensor, str] = {param: name for name, param in model.named_parameters()}
     optimizer_of = optimizer_of_each(optimizers, names)
-    found = [_numbered(unit, optimizer_of) for unit in found]
-    unoptimized = [
-        param.name for unit in found for param in unit.params if param.trainable and param.name not in optimizer_of
-    ]
-    refuse_idle_patterns(dict(model.named_modules()), precision.keep_fp32)
+    # Number 0 also for parameters that no optimizer has.
+    numbered = [[replace(each, optimizer=optimizer_of.get(each.name, 0)) for each in unit.params] for unit in found]
+    found = [replace(unit, params=tuple(params)) for unit, params in zip(found, numbered, strict=True)]
+    trainable = [param.name for params in numbered for param in params if param.trainable]
+    unoptimized = [name for name in trainable if name not in optimizer_of]
     keep_fp32 = kept_patterns(model, precision)
-    chosen = _chosen(request, found, keep_fp32)
+    chosen = None
+    if request.machine is not None:
+        moves, batch = moves_behind_auto(request.strategy) or (), request.batch
+        sizes: dict[str, Any] = dict(zip(("micro_batch", "seq", "num_micro_batches"), batch or (1, 1), strict=False))
+        moments = max((num_moments(each, precision) for each in optimizers), default=0)
+        training = Training(precision=precision, moments=moments, **sizes)
+        auto = AutoRequest(training, batch, request.units, request.memory_budget, keep_fp32, moves, request.disk_path)
+        chosen = choose(model, found, auto, request.machine)
     layouts = _layouts_as_named(request, found) if chosen is None else layouts_in(chosen)
     plans = []
     for unit, layout in zip(found, layouts, strict=True):
@@ -108,39 +116,21 @@ def prepare(request: Request) -> Prepared:
         _check_optimizer(optimizer, [flat for flat in trained if flat.optimizer == number], precision)
         for number, optimizer in enumerate(optimizers)
     ]
-    _refuse_early_update(request)
+    refusals = [
+        (len(optimizers) > 1, "several optimizers: a backward would step all of them; leave early_update"),
+        (not optimizers, "no optimizer: there is nothing to update"),
+        (precision.loss_scaling, "fp16: a step that overflowed is found out after the backward; use bf16"),
+        (request.skip_nonfinite, "skip_nonfinite=True: weights change before all gradients are known; leave one"),
+    ]
+    for is_refused, why in refusals:
+        if request.early_update and is_refused:
+            raise ConfigurationError(f"early_update=True with {why}")
     if any(param.is_meta for param in names) and request.seed is None:
-        raise ConfigurationError(
-            "the model is on the meta device: give sw.shard a seed= to initialise its weights with"
-        )
+        raise ConfigurationError("the model is on the meta device: give sw.shard a seed= to initialise its weights")
     facts = [*_facts_about_settings(request), *_facts_about_model(model, found, plans)]
-    for each in optimizers or (None,):
-        facts += _facts_about_optimizer(each, names)
+    facts += [fact for each in optimizers for fact in _facts_about_optimizer(each, names)]
+    facts += [] if optimizers else [("the optimizer", "None")]
     return Prepared(request, found, schedule, chosen, keep_fp32, row_names, unoptimized, facts)
-
-
-def _chosen(request: Request, found: list[UnitSpec], keep_fp32: tuple[str, ...]) -> Plan | None:
-    if request.machine is None:
-        return None
-    training, moves = (
-        training_of(request.optimizers, request.precision, request.batch),
-        moves_behind_auto(request.strategy),
-    )
-    auto = AutoRequest(
-        training, request.batch, request.units, request.memory_budget, keep_fp32, moves or (), request.disk_path
-    )
-    return choose(request.model, found, auto, request.machine)
-
-
-def training_of(optimizers: list[torch.optim.Optimizer], precision: Precision, batch: Batch | None) -> Training:
-    micro_batch, seq, num_micro_batches = (*(batch or (1, 1)), 1)[:3]
-    return Training(
-        precision=precision,
-        micro_batch=micro_batch,
-        seq=seq,
-        num_micro_batches=num_micro_batches,
-        moments=max((num_moments(each, precision) for each in optimizers), default=0),
-    )
 
 
 def _layouts_as_named(request: Request, found: list[UnitSpec]) -> list[Layout]:
@@ -154,13 +144,6 @@ def _layouts_as_named(request: Request, found: list[UnitSpec]) -> list[Layout]:
             "say what goes there, as in zero3+optimizer=disk"
         )
     return layouts
-
-
-def _numbered(unit: UnitSpec, optimizer_of: dict[str, int]) -> UnitSpec:
-    """Add the number of its optimizer to each parameter; 0 where no optimizer has it."""
-    return replace(
-        unit, params=tuple(replace(param, optimizer=optimizer_of.get(param.name, 0)) for param in unit.params)
-    )
 
 
 # Refusals.
@@ -186,8 +169,7 @@ def _refuse_shared_memory(model: nn.Module) -> None:
     spans: dict[int, list[tuple[int, int, str]]] = {}
     named = [(f"parameter {name!r}", tensor) for name, tensor in model.named_parameters()]
     for what, tensor in [*named, *((f"buffer {name!r}", buffer) for name, buffer in model.named_buffers())]:
-        place = place_of(tensor)
-        if place is not None:
+        if place_of(tensor) is not None:
             raise StateError(
                 f"{what} belongs to a model that is sharded already: shard models that share weights together, as "
                 "parts of one nn.ModuleList"
@@ -234,18 +216,6 @@ def _check_optimizer(optimizer: torch.optim.Optimizer, own: list[Flat], precisio
     return row_names
 
 
-def _refuse_early_update(request: Request) -> None:
-    refusals = [
-        (len(request.optimizers) > 1, "several optimizers: a backward would step all of them; leave early_update"),
-        (not request.optimizers, "no optimizer: there is nothing to update"),
-        (request.precision.loss_scaling, "fp16: a step that overflowed is found out after the backward; use bf16"),
-        (request.skip_nonfinite, "skip_nonfinite=True: weights change before all gradients are known; leave one"),
-    ]
-    for is_refused, why in refusals:
-        if request.early_update and is_refused:
-            raise ConfigurationError(f"early_update=True with {why}")
-
-
 # Facts that must be the same on every rank, from the general to the particular.
 
 
@@ -274,9 +244,7 @@ def _facts_about_model(model: nn.Module, found: list[UnitSpec], plans: list[Unit
     return facts
 
 
-def _facts_about_optimizer(optimizer: torch.optim.Optimizer | None, names: dict[Tensor, str]) -> Facts:
-    if optimizer is None:
-        return [("the optimizer", "None")]
+def _facts_about_optimizer(optimizer: torch.optim.Optimizer, names: dict[Tensor, str]) -> Facts:
     facts = [("the optimizer", f"{type(optimizer).__name__} with {len(optimizer.param_groups)} groups")]
     for index, group in enumerate(optimizer.param_groups):
         for key, value in group.items():

@@ -166,10 +166,8 @@ def _shard(world: Channel, plan: Prepared) -> list[ShardedOptimizer]:
         # An optimizer that has stepped before keeps its state.
         known = [state for state in own if any(param in each.state for param in state.resting_params)]
         on_host.take_over([state for state in known if state.flat.host_updates])
-        reduce = channels_of(mesh, "reduce")
-        sharded.append(
-            ShardedOptimizer(each, engine, own, reduce, scaler, request.early_update, on_host, request.skip_nonfinite)
-        )
+        reduce, early, skip = channels_of(mesh, "reduce"), request.early_update, request.skip_nonfinite
+        sharded.append(ShardedOptimizer(each, engine, own, reduce, scaler, early, on_host, skip))
     if request.early_update:
         engine.reductions.make_early(sharded[0].update_early)
     engine.reductions.settings = partial(settings_number, request.optimizers)
@@ -191,18 +189,13 @@ def _warn(plan: Prepared, world_size: int) -> None:
     if names:
         more = f" and {len(names) - 8} more" if len(names) > 8 else ""
         logger.warning("trained by no optimizer, though requires_grad is True: %s%s", ", ".join(names[:8]), more)
-    own = [
-        path
-        for path, module in plan.request.model.named_modules()
-        if isinstance(module, _NormBase) and not isinstance(module, SyncBatchNorm) and module.running_mean is not None
-    ]
+    norms = [(path, each) for path, each in plan.request.model.named_modules() if isinstance(each, _NormBase)]
+    own = [path for path, each in norms if not isinstance(each, SyncBatchNorm) and each.running_mean is not None]
     if own and world_size > 1:
         logger.warning(
-            "%d modules (%s, ...) keep running statistics, which every rank takes from its own batches, and sw.save "
-            "writes rank 0's: call sw.sync_buffers(model) on all ranks before evaluating or saving, or convert the "
-            "model with nn.SyncBatchNorm.convert_sync_batchnorm before sw.shard",
-            len(own),
-            own[0],
+            f"{len(own)} modules ({own[0]}, ...) keep running statistics, which every rank takes from its own batches, "
+            "and sw.save writes rank 0's: call sw.sync_buffers(model) on all ranks before evaluating or saving, or "
+            "convert the model with nn.SyncBatchNorm.convert_sync_batchnorm before sw.shard"
         )
 
 

@@ -1,7 +1,6 @@
 """Interval arithmetic: where a parameter lies in a flat buffer, and which part of it a rank holds.
 
-Everything here is pure and counts elements. The engine, the optimizer, the planner and the checkpoints
-all use this module, so that they cannot disagree.
+Everything here counts elements. The engine, the planner and the checkpoints use it, so that they cannot disagree.
 
 A flat buffer is a row of parameters, each starting at a multiple of `BLOCK_ELEMS` (or of a codec's larger block), the
 whole padded so that it divides into equal shards that again are multiples of it. So no shard boundary ever cuts a
@@ -66,11 +65,8 @@ def place(sizes: Sequence[int], num_shards: int, block: int = BLOCK_ELEMS) -> tu
 
 
 def nested_shards(num_elems: int, sizes: Sequence[int], indices: Sequence[int]) -> tuple[Interval, ...]:
-    """The intervals that a rank holds after 0, 1, 2, ... splits.
-
-    The row is split over an axis of `sizes[0]` ranks, of which this one is `indices[0]`; its part again
-    over `sizes[1]`, and so on. Entry 0 is the whole row.
-    """
+    """The intervals that a rank holds after 0, 1, 2, ... splits; entry 0 is the whole row. It is split over an axis of
+    `sizes[0]` ranks, of which this one is `indices[0]`; its part again over `sizes[1]`, and so on."""
     spans = [Interval(0, num_elems)]
     for size, index in zip(sizes, indices, strict=True):
         outer = spans[-1]

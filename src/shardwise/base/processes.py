@@ -97,20 +97,16 @@ def _cgroup_values(name: str, old_name: str | None, root: Path, membership: Path
         lines = membership.read_text().splitlines()
     except OSError:
         return []
-    found = []
+    values = []
     for line in lines:
         _, controllers, path = line.split(":", 2)
         base, file = (root, name) if not controllers else (root / controllers, old_name)
-        if file is None:
-            continue
         group = base / path.strip("/")
         # In a container the path is that of the host, and the container's own group is the root.
         for folder in (group, *group.parents):
-            if not folder.is_relative_to(base):
-                break
-            if (folder / file).is_file():
-                found.append((folder / file).read_text().strip())
-    return found
+            if file is not None and folder.is_relative_to(base) and (folder / file).is_file():
+                values.append((folder / file).read_text().strip())
+    return values
 
 
 def memory_limit(total_bytes: int, root: Path = CGROUPS, membership: Path = MEMBERSHIP) -> int | None:

@@ -44,17 +44,13 @@ def rank_file(rank: int) -> str:
     return f"rank-{rank:05d}.safetensors"
 
 
-def partial_of(path: Path) -> Path:
-    return _beside(path, ".partial")
+def partial_of(path: Path, ending: str = ".partial") -> Path:
+    path = path if path.name else path.absolute()  # "." has no name of its own
+    return path.parent / f"{path.name}{ending}"
 
 
 def replaced_of(path: Path) -> Path:
-    return _beside(path, ".replaced")
-
-
-def _beside(path: Path, ending: str) -> Path:
-    path = path if path.name else path.absolute()  # "." has no name of its own
-    return path.parent / f"{path.name}{ending}"
+    return partial_of(path, ".replaced")
 
 
 def find(path: Path) -> Path | None:
@@ -66,7 +62,11 @@ def read_index(path: Path) -> tuple[Path, bytes]:
     """Return the folder of a complete checkpoint and the text of its index."""
     folder = find(path)
     if folder is None:
-        raise _why_not(path)
+        if (path / INDEX).is_file() or partial_of(path).is_dir():
+            raise DamageError(f"{path} is incomplete: its save did not finish (no file {MARKER!r}); take an older one")
+        if not path.exists():
+            raise CheckpointError(f"there is no checkpoint {path}")
+        raise DamageError(f"{path} is not a checkpoint: it has no {INDEX!r} and no {MARKER!r}")
     text = read_index_in(folder)
     if not is_sealed(folder, text):
         raise DamageError(f"{folder / INDEX} is not what was written: its digest differs from the marker's")
@@ -86,16 +86,6 @@ def is_sealed(folder: Path, text: bytes) -> bool:
 def _read(path: Path, max_bytes: int) -> bytes:
     with os_errors_as(DamageError, f"cannot read {path}"):
         return read_regular(path, max_bytes)
-
-
-def _why_not(path: Path) -> CheckpointError:
-    if (path / INDEX).is_file() or partial_of(path).is_dir():
-        return DamageError(
-            f"the checkpoint {path} is incomplete: its save did not finish (no file {MARKER!r}); take an older one"
-        )
-    if not path.exists():
-        return CheckpointError(f"there is no checkpoint {path}")
-    return DamageError(f"{path} is not a checkpoint: it has no {INDEX!r} and no {MARKER!r}")
 
 
 def begin(path: Path) -> Path:
@@ -129,10 +119,8 @@ def complete(path: Path, index: str) -> None:
     """Seal the content of the partial folder, and rename the folder to `path`."""
     partial, text = partial_of(path), index.encode()
     if len(text) > MAX_INDEX_BYTES:
-        raise SaveError(
-            f"cannot complete {partial}: its {INDEX} would have {len(text):,} bytes, and at most {MAX_INDEX_BYTES:,} "
-            "are read: save fewer tensors"
-        )
+        sizes = f"would have {len(text):,} bytes, of at most {MAX_INDEX_BYTES:,}"
+        raise SaveError(f"cannot complete {partial}: its {INDEX} {sizes}: save fewer tensors")
     with os_errors_as(SaveError, f"cannot complete {partial}"):
         _write(partial / INDEX, text)
         sync(partial)
@@ -219,10 +207,7 @@ def latest(root: Path) -> Path | None:
 
 
 def newest_in(path: Path) -> Path:
-    """Return the newest complete checkpoint for a run's folder or its folder of checkpoints; else the path itself.
-
-    For a folder of the Trainer or of Accelerate, return the checkpoint in it.
-    """
+    """Return the newest complete checkpoint of a run, or the one in a Trainer's or Accelerate's folder; else `path`."""
     for place in (path, path / INSIDE):
         if find(place) is not None:
             return place
@@ -241,8 +226,7 @@ def point_to(root: Path, step: int) -> None:
 def go_on_from(root: Path, step: int) -> Path | None:
     """Prepare to continue a run from this checkpoint, and remove the remains of killed saves.
 
-    Later checkpoints, also damaged ones, belong to another branch and are moved to another folder. Return this folder,
-    if there are any.
+    Later checkpoints, also damaged ones, belong to another branch: they are moved to another folder, which is returned.
     """
     for number in all_steps(root):
         settle(step_folder(root, number))

@@ -18,26 +18,15 @@ from ..base.documents import parse
 from ..base.errors import CheckpointError, DamageError
 from ..base.intervals import Interval
 
-# The dtypes that files can hold, and their names in safetensors.
-NAMES: dict[torch.dtype, str] = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.uint64: "U64",
-    torch.uint32: "U32",
-    torch.uint16: "U16",
-    torch.bool: "BOOL",
-    torch.complex64: "C64",
+# The dtypes that files can hold: the name in safetensors, and in torch.
+_DTYPE_NAMES = (
+    "F64:float64 F32:float32 F16:float16 BF16:bfloat16 F8_E4M3:float8_e4m3fn F8_E5M2:float8_e5m2 I64:int64 I32:int32 "
+    "I16:int16 I8:int8 U8:uint8 U64:uint64 U32:uint32 U16:uint16 BOOL:bool C64:complex64"
+)
+DTYPES: dict[str, torch.dtype] = {
+    name: getattr(torch, dtype) for name, dtype in (pair.split(":") for pair in _DTYPE_NAMES.split())
 }
-DTYPES = {name: dtype for dtype, name in NAMES.items()}
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 Plain = bool | int | float | str | None
 Kind = Literal["parameter", "buffer", "unknown"]
@@ -207,10 +196,7 @@ def require_sound(index: Index) -> None:
     described = sum(stored.num_bytes for _, stored in index.every_stored())
     present = sum(file.num_bytes for file in index.files)
     if described > MAX_USES * present + FREE_BYTES:
-        raise CheckpointError(
-            f"its tensors have {described:,} bytes in all, and its files {present:,}: so much cannot be shared by "
-            "tensors of one model; save each of them contiguous"
-        )
+        raise CheckpointError(f"its tensors have {described:,} bytes, its files only {present:,}: save each contiguous")
 
 
 def cut(stored: Stored, wanted: Interval) -> Iterator[Piece]:
@@ -255,11 +241,9 @@ def to_json(index: Index) -> str:
     return f'{_dumps(body)[:-1]},"tensors":{{{tensors}}}}}'
 
 
-def _by_field(value: Any) -> dict[str, Any]:
-    return {each.name: getattr(value, each.name) for each in fields(value)}
-
-
-_dumps = json.JSONEncoder(separators=(",", ":"), default=_by_field).encode
+_dumps = json.JSONEncoder(
+    separators=(",", ":"), default=lambda value: {each.name: getattr(value, each.name) for each in fields(value)}
+).encode
 
 
 def from_json(content: str | bytes) -> Index:
@@ -272,7 +256,7 @@ def from_json(content: str | bytes) -> Index:
                 f"version {FORMAT_VERSION}: load it with the shardwise that wrote it"
             )
         index = Index(
-            tuple(_file(entry) for entry in given["files"]),
+            tuple(map(_file, given["files"])),
             {text(name, inf): _saved(entry) for name, entry in given["tensors"].items()},
             None if given["optimizer"] is None else _optimizer(given["optimizer"]),
             dict(given["extra"]),

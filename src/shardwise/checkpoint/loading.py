@@ -23,18 +23,10 @@ from ..core.engine.runtime import Engine
 from ..core.mesh import patient_hosts
 from ..core.schedule.model import Param
 from ..core.unit.state import FlatState
+from . import optimizer_state
 from .index import NAMES, Index, Saved, Stored, cut
 from .opened import Opened, Reader, open_checkpoint
-from .optimizer_state import (
-    Home,
-    Optimizers,
-    homes_in,
-    names_in_groups,
-    own_optimizers,
-    require_same_optimizers,
-    restore_optimizers,
-    restore_state,
-)
+from .optimizer_state import Home, Optimizers
 from .saving import begin_between_steps, together
 from .share import buffers_of
 
@@ -59,7 +51,7 @@ def load(
     loaded.
     """
     engine = engine_of(model)
-    own = own_optimizers(engine, optimizer)
+    own = optimizer_state.own_optimizers(engine, optimizer)
     begin_between_steps(engine, "load", path, own)
     world, place = patient_hosts(), Path(path).resolve()
     job = together(world, lambda: _prepare(place, engine, model, own, allow_rounding, keep_groups))
@@ -91,6 +83,10 @@ class _Wanted:
         is_split = key is None or self.saved.is_split(key)
         return stored, self.interval if is_split else Interval(0, stored.num_elems)
 
+    def read(self, reader: Reader, key: str | None, row: Tensor) -> None:
+        stored, interval = self.part(key)
+        reader.read(stored, interval.start, row)
+
 
 @dataclass(frozen=True, slots=True)
 class _Job:
@@ -102,12 +98,12 @@ class _Job:
 def _prepare(
     place: Path, engine: Engine, model: nn.Module, optimizers: Optimizers, allow_rounding: bool, keep_groups: bool
 ) -> _Job:
-    opened = open_checkpoint(place, names_in_groups(optimizers))
+    opened = open_checkpoint(place, optimizer_state.names_in_groups(optimizers))
     index = opened.index
     try:
         buffers = buffers_of(model, engine)
         names = require_same_model(engine, buffers, index, allow_rounding)
-        homes = homes_in(optimizers)
+        homes = optimizer_state.homes_in(optimizers)
         wanted = []
         for state in (state for unit in engine.units for state in unit.states):
             for piece in pieces(state.flat.intervals, state.flat.spans[state.flat.depth_of_master]):
@@ -115,7 +111,7 @@ def _prepare(
                 saved, home = index.tensors[name], homes.get(resting)
                 wanted.append(_Wanted(state, piece.param, piece.in_param, name, saved, resting, home))
         if optimizers:
-            require_same_optimizers(optimizers, index.optimizer, keep_groups)
+            optimizer_state.require_same_optimizers(optimizers, index.optimizer, keep_groups)
             held = [(want.name, want.saved, want.resting, want.home.number if want.home else None) for want in wanted]
             require_same_groups(held, keep_groups)
         job = _Job(opened, wanted, [(value, index.tensors[name]) for name, value in buffers.items()])
@@ -135,10 +131,10 @@ def _read(job: _Job, optimizers: Optimizers, keep_groups: bool) -> None:
     with job.opened.reader(is_shared) as reader:
         reader.plan(_plan(job, bool(optimizers)))
         for want in job.wanted:
-            read = partial(_read_part, reader, want)
+            read = partial(want.read, reader)
             want.state.set_master(want.number, partial(read, None))
             if want.home is not None:
-                restore_state(want.home, want.resting, want.saved, read)
+                optimizer_state.restore_state(want.home, want.resting, want.saved, read)
         for state in dict.fromkeys(want.state for want in job.wanted):
             state.publish()
         for buffer, stored in job.buffers:
@@ -146,7 +142,7 @@ def _read(job: _Job, optimizers: Optimizers, keep_groups: bool) -> None:
             reader.read(stored, 0, row)
             buffer.copy_(row.view(buffer.shape))
     if optimizers and job.opened.index.optimizer is not None:
-        restore_optimizers(optimizers, job.opened.index.optimizer, keep_groups)
+        optimizer_state.restore_optimizers(optimizers, job.opened.index.optimizer, keep_groups)
 
 
 def _plan(job: _Job, has_optimizer: bool) -> Iterator[tuple[Stored, Interval]]:
@@ -156,11 +152,6 @@ def _plan(job: _Job, has_optimizer: bool) -> Iterator[tuple[Stored, Interval]]:
             yield want.part(key)
     for _, stored in job.buffers:
         yield stored, Interval(0, stored.num_elems)
-
-
-def _read_part(reader: Reader, want: _Wanted, key: str | None, row: Tensor) -> None:
-    stored, interval = want.part(key)
-    reader.read(stored, interval.start, row)
 
 
 def require_same_model(
@@ -180,10 +171,8 @@ def require_same_model(
         raise CheckpointError(f"it is of another model ({_list(found)})")
     lossy = _rounded(((name, dtype) for name, (_, dtype) in expected.items()), index)
     if lossy and not allow_rounding:
-        raise CheckpointError(
-            f"weights would lose digits ({_list(lossy)}): choose a precision= whose master weights hold them, or load "
-            "with allow_rounding=True"
-        )
+        fix = "choose a precision= whose master weights hold them, or load with allow_rounding=True"
+        raise CheckpointError(f"weights would lose digits ({_list(lossy)}): {fix}")
     return names
 
 
@@ -247,19 +236,15 @@ def require_same_groups(held: Iterable[tuple[str, Saved, Tensor, int | None]], k
         # Other libraries also list frozen parameters in an optimizer's groups.
         is_frozen = group is None and not saved.state and not resting.requires_grad
         if saved.group != group and not keep_groups and not is_frozen:
-            wrong.append(
-                f"parameter {name!r} is in group {saved.group} of its optimizer and in group {group} of this one"
-            )
+            wrong.append(f"{name!r} is in group {saved.group} of its optimizer and in group {group} of this one")
             continue
         if saved.state and group is None:
-            wrong.append(f"parameter {name!r} was trained by its optimizer, and is in no group of this one")
+            wrong.append(f"{name!r} was trained by its optimizer, and is in no group of this one")
             continue
         is_part = resting.numel() < saved.num_elems
         for key, item in saved.stored_state.items():
             if is_part and not saved.is_split(key) and item.num_elems > 1:
-                raise CheckpointError(
-                    f"the optimizer's {key!r} of parameter {name!r} is {item.shape} and was made for the whole "
-                    "parameter: use a layout whose optimizer is 'whole'"
-                )
+                what = f"the optimizer's {key!r} of parameter {name!r} is {item.shape} and was made for the whole one"
+                raise CheckpointError(f"{what}: use a layout whose optimizer is 'whole'")
     if wrong:
         raise CheckpointError(f"build the same groups, or load with keep_groups=True ({_list(wrong)})")

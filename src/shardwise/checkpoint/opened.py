@@ -47,8 +47,7 @@ _DIRECT_BYTES = 1 << 30
 class Reader:
     """The files of a checkpoint. A file whose length differs from the index is refused.
 
-    `is_shared`: other processes on this machine read the same bytes. The page cache is used, so that the disk is read
-    only once.
+    `is_shared`: other processes on this machine read the same bytes, so the page cache is used.
     """
 
     def __init__(self, folder: Path, files: Sequence[File], is_shared: bool = False) -> None:
@@ -135,9 +134,8 @@ class Reader:
         slot = self._slots.pop((number, block), None)
         if slot is None:
             if block.num_bytes > BLOCK_BYTES:
-                raise DamageError(
-                    f"{self._path(number)}: a checksum over {block.num_bytes} bytes; at most {BLOCK_BYTES}"
-                )
+                what = f"a checksum over {block.num_bytes} bytes; at most {BLOCK_BYTES}"
+                raise DamageError(f"{self._path(number)}: {what}")
             file = self._opened(number)
             if len(self._slots) < _NUM_SLOTS:
                 slot = _Slot()
@@ -167,10 +165,9 @@ class Reader:
         return file
 
     def _compare_length(self, number: int, seen: int) -> None:
-        if seen != self._files[number].num_bytes:
-            raise DamageError(
-                f"{self._path(number)} is {seen} bytes long, and was written with {self._files[number].num_bytes}"
-            )
+        written = self._files[number].num_bytes
+        if seen != written:
+            raise DamageError(f"{self._path(number)} is {seen} bytes long, and was written with {written}")
 
     def _path(self, number: int) -> Path:
         return self._folder / self._files[number].name
@@ -231,11 +228,9 @@ def open_checkpoint(path: Path, groups: Groups = ()) -> Opened:
 
 
 def _open(path: Path, groups: Groups) -> Opened:
-    path = folder.newest_in(path)
+    path, text = folder.newest_in(path), None
     if folder.find(path) is not None or (path / folder.INDEX).is_file() or not path.exists():
         path, text = folder.read_index(path)
-    else:
-        text = None
     try:
         return _open_others(path, groups) if text is None else Opened(path, from_json(text))
     except CheckpointError as error:
@@ -259,15 +254,11 @@ def _open_others(path: Path, groups: Groups) -> Opened:
         return Opened(place, deepspeed.read(place))
     if (name := hugging_face.file_of(path)) is not None:
         return Opened(path, hugging_face.read(path, name, groups))
-    if (newest := _newest_run_in(path)) is not None:
+    saved = [place for root in path.glob(f"*/{folder.CHECKPOINTS}") if (place := folder.latest(root)) is not None]
+    if saved:
+        newest = max(saved, key=lambda place: place.stat().st_mtime).parent.parent
         raise CheckpointError(f"{path} holds runs, and is none itself: name one, the newest is {newest}")
     raise CheckpointError(f"it holds no checkpoint of {_LOOKED_FOR}")
-
-
-def _newest_run_in(path: Path) -> Path | None:
-    saved = [place for root in path.glob(f"*/{folder.CHECKPOINTS}") if (place := folder.latest(root)) is not None]
-    newest = max(saved, key=lambda place: place.stat().st_mtime, default=None)
-    return None if newest is None else newest.parent.parent
 
 
 def looks_whole(path: Path) -> bool:

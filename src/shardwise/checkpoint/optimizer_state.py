@@ -5,7 +5,7 @@ stored in blocks that depend on the cut, so it is saved as fp32 and quantised ag
 crosses a shard, so the loaded values are the saved ones.
 """
 
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import isfinite
 from typing import Any
@@ -15,7 +15,6 @@ from torch import Tensor
 
 from ..base.errors import CheckpointError, ConfigurationError
 from ..core.engine.runtime import Engine
-from ..core.optim.clip import LossScaler
 from ..core.optim.groups import shard_groups
 from ..core.optim.probe import KNOWN_PACKAGES
 from ..core.optim.sharded_optimizer import ShardedOptimizer
@@ -36,10 +35,8 @@ def own_optimizers(engine: Engine, optimizer: object) -> Optimizers:
     given = list(optimizer) if isinstance(optimizer, (list, tuple)) else given
     for each in given:
         if not isinstance(each, ShardedOptimizer) or not each.belongs_to(engine):
-            raise ConfigurationError(
-                f"this {type(each).__name__} is not the model's sharded optimizer: give the one that sw.shard "
-                "returned with the model"
-            )
+            what = f"this {type(each).__name__} is not the model's sharded optimizer"
+            raise ConfigurationError(f"{what}: give the one that sw.shard returned with the model")
     return given
 
 
@@ -79,17 +76,13 @@ def describe_optimizers(optimizers: Optimizers) -> Optimizer | None:
     if not optimizers:
         return None
     # The running program sets values that are not plain (a function, for example).
-    groups = tuple(
-        {
-            key: plain
-            for key, value in group.items()
-            if key not in _RUNTIME_SETTINGS and (plain := _plain(value)) is not _OTHER
-        }
-        for group in _groups_of(optimizers)
+    groups = (
+        {key: _plain(group[key]) for key in group if key not in _RUNTIME_SETTINGS} for group in _groups_of(optimizers)
     )
+    plain = tuple({key: value for key, value in group.items() if value is not _OTHER} for group in groups)
     # All optimizers share one scaler.
     scaler = optimizers[0].scaler
-    return Optimizer(_name_of(optimizers), groups, None if scaler is None else scaler.state())
+    return Optimizer(_name_of(optimizers), plain, None if scaler is None else scaler.state())
 
 
 _OTHER = object()  # stands for a value that a checkpoint cannot hold
@@ -115,7 +108,7 @@ def restore_optimizers(optimizers: Optimizers, saved: Optimizer, keep_groups: bo
                 now.fill_(value)
             else:
                 group[key] = tuple(value) if isinstance(now, tuple) else value
-    scaler: LossScaler | None = optimizers[0].scaler
+    scaler = optimizers[0].scaler
     if scaler is not None and saved.scaler is not None:
         scaler.restore(saved.scaler)
 
@@ -128,17 +121,13 @@ def require_same_optimizers(optimizers: Optimizers, saved: Optimizer | None, kee
     if saved.name not in ("", name):
         raise CheckpointError(f"the checkpoint's optimizer is {saved.name}, this one is {name}: build the same one")
     if not keep_groups and len(saved.groups) != len(groups):
-        raise CheckpointError(
-            f"the checkpoint's optimizer has {len(saved.groups)} groups, this one has {len(groups)}: build the same "
-            "groups"
-        )
+        both = f"has {len(saved.groups)} groups, this one has {len(groups)}"
+        raise CheckpointError(f"the checkpoint's optimizer {both}: build the same groups")
     for group, settings in () if keep_groups else zip(groups, saved.groups, strict=True):
         for key, value in settings.items():
             if key not in _RUNTIME_SETTINGS and not _is_alike(group.get(key), value):
-                raise CheckpointError(
-                    f"the checkpoint's optimizer has {key}={value!r}, this one has {key}={group[key]!r}: load with "
-                    "keep_groups=True to continue with this one's settings"
-                )
+                both = f"the checkpoint's optimizer has {key}={value!r}, this one has {key}={group[key]!r}"
+                raise CheckpointError(f"{both}: load with keep_groups=True to continue with this one's settings")
     if scaler is not None and saved.scaler is not None:
         wanted = set(scaler.state())
         if not wanted <= {key for key, value in saved.scaler.items() if isfinite(value)}:
@@ -150,17 +139,6 @@ def _is_alike(now: Any, value: Any) -> bool:
     if isinstance(now, tuple):
         return isinstance(value, (list, tuple)) and len(value) == len(now)
     return not isinstance(now, (int, float, Tensor)) or isinstance(value, (int, float))
-
-
-def refuse_homeless_state(optimizers: Optimizers, params: Container[Tensor]) -> None:
-    keys: list[tuple[ShardedOptimizer, Any]] = [(each, key) for each in optimizers for key in each.inner.state]
-    for each, key in keys:
-        if key not in params:
-            what = f"a tensor of shape {tuple(key.shape)}" if isinstance(key, Tensor) else repr(key)
-            raise CheckpointError(
-                f"the optimizer {type(each.inner).__name__} keeps state for {what}, which is no parameter of the "
-                "model: a checkpoint cannot hold it"
-            )
 
 
 def describe_state(
@@ -181,10 +159,9 @@ def describe_state(
             raise CheckpointError(f"{what} as a {type(value).__name__}, which a checkpoint cannot hold")
         is_like_param = value.shape == resting.shape and key != "step"
         if is_part and not is_like_param and value.numel() > 1:
-            raise CheckpointError(
-                f"{what} with shape {tuple(value.shape)} for a shard of {tuple(resting.shape)}: it cannot be cut for "
-                "another world; use a layout whose optimizer is 'whole'"
-            )
+            what += f" with shape {tuple(value.shape)} for a shard of {tuple(resting.shape)}"
+            fix = "use a layout whose optimizer is 'whole'"
+            raise CheckpointError(f"{what}: it cannot be cut for another world; {fix}")
         dtype = _stored_dtype(optimizer, value)
         if dtype not in NAMES:
             raise CheckpointError(f"{what} as {value.dtype}, which a checkpoint cannot hold")
@@ -192,12 +169,12 @@ def describe_state(
     return found
 
 
-def stored_row(optimizer: ShardedOptimizer, resting: Tensor, key: str) -> Tensor:
-    """Return a tensor of state as a row of plain numbers, as it is written."""
+def stored_row(optimizer: ShardedOptimizer, resting: Tensor, key: str, part: slice = slice(None)) -> Tensor:
+    """Return a tensor of state, or a part of it, as a row of plain numbers, as it is written."""
     value = optimizer.kept(resting, key)
     if type(value) is not Tensor:
         value = value.dequantize()
-    return value.to(_stored_dtype(optimizer, value)).reshape(-1)
+    return value.to(_stored_dtype(optimizer, value)).reshape(-1)[part]
 
 
 def _stored_dtype(optimizer: ShardedOptimizer, value: Tensor) -> torch.dtype:
@@ -251,12 +228,11 @@ def _restored(
         target = torch.empty(shape, dtype=dtype, device=device)
     if type(target) is Tensor:
         read(key, target.view(-1))
-    else:
-        row = torch.empty(shape.numel(), dtype=item.torch_dtype, device=resting.device)
-        read(key, row)
-        _quantise(target, row.view(shape))
-    restored: Tensor = target
-    return restored
+        return target
+    row = torch.empty(shape.numel(), dtype=item.torch_dtype, device=resting.device)
+    read(key, row)
+    _quantise(target, row.view(shape))
+    return target
 
 
 def _device_of_steps(home: Home, resting: Tensor) -> torch.device:

@@ -85,10 +85,8 @@ def start_save(
     engine = engine_of(model)
     on_disk = next((unit for unit in engine.schedule.units if unit.layout.uses_disk), None)
     if on_disk is not None:
-        raise StateError(
-            f"sw.start_save of unit {on_disk.name!r}, which is offloaded to disk ({on_disk.layout.name}): a save in "
-            "the background copies everything to the host first; use sw.save, which reads it as it is written"
-        )
+        what = f"sw.start_save of unit {on_disk.name!r}, which is offloaded to disk ({on_disk.layout.name})"
+        raise StateError(f"{what}: it is copied to the host first; use sw.save, which reads it as it is written")
     place, share = _prepare("start_save", path, model, optimizer, extra, whole)
     world = engine.mesh.world
     copied = together(world, lambda: copy_to_host(engine, share), SaveError)
@@ -200,8 +198,7 @@ def _write_whole(into: Path, layouts: Sequence[Layout], share: Share, is_first: 
 
 
 def _whole_place(portion: Portion, layouts: Sequence[Layout]) -> Piece:
-    number = 0 if portion.key is None else 1
-    label = portion.tensor if portion.key is None else state_key(portion.key, portion.tensor)
+    number, label = (0, portion.tensor) if portion.key is None else (1, state_key(portion.key, portion.tensor))
     return portion.piece(number, layouts[number].offsets[label] + portion.start * portion.dtype.itemsize)
 
 
@@ -219,9 +216,7 @@ def _complete(place: Path, share: Share, written: Sequence[_Written], is_whole: 
     for file in files:
         path = folder.partial_of(place) / file.name
         if not path.is_file() or path.stat().st_size != file.num_bytes:
-            raise CheckpointError(
-                f"{path} is not there as it was written, seen from rank 0: save to a file system that all ranks share"
-            )
+            raise CheckpointError(f"{path} is not there as it was written: save to a file system that all ranks share")
     origin = {
         "format": FORMAT,
         "shardwise": VERSION,

@@ -16,19 +16,13 @@ from ..base.errors import CheckpointError
 from ..base.intervals import Interval, pieces
 from ..core.engine.guards import own_state_dict
 from ..core.engine.runtime import Engine
+from ..core.optim.sharded_optimizer import ShardedOptimizer
 from ..core.schedule.flat import Flat
 from ..core.schedule.model import Param
 from ..core.unit.state import FlatState
 from ..core.unit.user_parameter import place_of
 from .index import DTYPES, NAMES, Optimizer, Piece, Plain, Saved, Stored, in_order
-from .optimizer_state import (
-    Optimizers,
-    describe_optimizers,
-    describe_state,
-    homes_in,
-    refuse_homeless_state,
-    stored_row,
-)
+from .optimizer_state import Optimizers, describe_optimizers, describe_state, homes_in, stored_row
 from .tensor_files import Source
 
 
@@ -79,7 +73,12 @@ def share_of(engine: Engine, model: nn.Module, optimizers: Optimizers, extra: di
     tensors: dict[str, Saved] = {}
     portions: list[Portion] = []
     homes = homes_in(optimizers)
-    refuse_homeless_state(optimizers, homes)
+    keys: list[tuple[ShardedOptimizer, Any]] = [(each, key) for each in optimizers for key in each.inner.state]
+    for each, key in keys:
+        if key not in homes:
+            what = f"a tensor of shape {tuple(key.shape)}" if isinstance(key, Tensor) else repr(key)
+            where = f"the optimizer {type(each.inner).__name__} keeps state for {what}"
+            raise CheckpointError(f"{where}, which is no parameter of the model: a checkpoint cannot hold it")
     for state in (state for unit in engine.units for state in unit.states):
         flat = state.flat
         # Rank 0 lists every parameter, so that empty ones are included.
@@ -99,7 +98,8 @@ def share_of(engine: Engine, model: nn.Module, optimizers: Optimizers, extra: di
             for key, item in saved.stored_state.items():
                 read = partial(stored_row, home.optimizer, resting, key)
                 if saved.is_split(key):
-                    portions.append(_portion(spec.name, key, item, part.in_param, partial(_slice_of, read, here)))
+                    read = partial(stored_row, home.optimizer, resting, key, here)
+                    portions.append(_portion(spec.name, key, item, part.in_param, read))
                 elif part.in_param.start == 0 and item.num_elems:
                     portions.append(_portion(spec.name, key, item, Interval(0, item.num_elems), read))
     for name, buffer in buffers_of(model, engine).items() if engine.mesh.rank == 0 else ():
@@ -121,10 +121,8 @@ def buffers_of(model: nn.Module, engine: Engine) -> dict[str, Tensor]:
     buffers = {}
     for key, value in own_state_dict(model, engine).items():
         if not isinstance(value, Tensor):
-            raise CheckpointError(
-                f"the model's state dict holds {key!r}, a {type(value).__name__}, which a checkpoint cannot hold: "
-                "save what it says in extra="
-            )
+            what = f"{key!r} of the model's state dict is a {type(value).__name__}"
+            raise CheckpointError(f"{what}, which a checkpoint cannot hold: save what it says in extra=")
         if place_of(value) is None:
             buffers[key] = value
     return buffers
@@ -133,10 +131,6 @@ def buffers_of(model: nn.Module, engine: Engine) -> dict[str, Tensor]:
 def _part_of(state: FlatState, index: int, here: slice) -> Tensor:
     held = state.held[index]
     return state.master_part(slice(held.start + here.start, held.start + here.stop))
-
-
-def _slice_of(read: Callable[[], Tensor], here: slice) -> Tensor:
-    return read()[here]
 
 
 def _span_to_write(flat: Flat) -> Interval:
@@ -151,10 +145,7 @@ def _span_to_write(flat: Flat) -> Interval:
 
 
 def merge_shares(shares: Iterable[Mapping[str, Saved]]) -> dict[str, Saved]:
-    """Combine the tensors that each rank wrote into those of an index. Plain values are those of the first rank.
-
-    The pieces are sorted; `require_sound` checks that they are complete.
-    """
+    """Combine the tensors that each rank wrote, their pieces in order. Plain values are those of the first rank."""
     merged: dict[str, list[Saved]] = {}
     for share in shares:
         for name, saved in share.items():
@@ -168,10 +159,8 @@ def _merged(name: str, parts: list[Saved]) -> Saved:
     first, *others = parts = sorted(parts, key=lambda saved: saved.pieces[0].start if saved.pieces else 0)
     for other in others:
         if _forms(other.state) != _forms(first.state):
-            raise CheckpointError(
-                f"the optimizer's state of parameter {name!r} is {sorted(first.state)} on one rank and "
-                f"{sorted(other.state)} on another: such state cannot be merged"
-            )
+            both = f"{sorted(first.state)} on one rank and {sorted(other.state)} on another"
+            raise CheckpointError(f"the optimizer's state of parameter {name!r} is {both}: such state cannot be merged")
     stored = {
         key: replace(item, pieces=_joined([part.stored_state[key] for part in parts]))
         for key, item in first.stored_state.items()

@@ -228,10 +228,8 @@ def lay_out(sources: Sequence[Source], metadata: Mapping[str, str] | None = None
         end += source.num_bytes
     text = json.dumps(header).encode()
     if len(text) > MAX_HEADER_BYTES:
-        raise CheckpointError(
-            f"{len(sources):,} tensors in one file: its header would have {len(text):,} bytes, and readers take "
-            f"{MAX_HEADER_BYTES:,} at most"
-        )
+        sizes = f"would have {len(text):,} bytes, and readers take {MAX_HEADER_BYTES:,} at most"
+        raise CheckpointError(f"{len(sources):,} tensors in one file: its header {sizes}")
     text += b" " * (-len(text) % 8)
     text = len(text).to_bytes(8, "little") + text
     return Layout(text, tuple(sources), {key: len(text) + at for key, at in places.items()}, len(text) + end)

@@ -100,10 +100,7 @@ def checkpoints_in(path: Path) -> list[Path]:
 
 
 def parts_of_others(path: Path) -> list[Path]:
-    """Return our checkpoints in a folder of the Trainer or of Accelerate, one of each model, then its weight files.
-
-    Empty where the folder holds none of ours.
-    """
+    """Return our checkpoints in a folder of the Trainer or of Accelerate, then its weight files; empty without ours."""
     names = {place.name.removesuffix(".partial") for place in path.glob(f"{INSIDE}*") if place.is_dir()}
     parts = [path / name for name in sorted(names) if re.fullmatch(rf"{INSIDE}(_\d+)?", name)]
     return [*parts, *sorted(path.glob("*.safetensors"))] if parts else []

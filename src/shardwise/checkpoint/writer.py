@@ -48,9 +48,8 @@ def converted(name: str, row: Tensor, dtype: torch.dtype) -> Tensor:
     """Convert a row to another dtype; refuse where finite numbers would become infinite."""
     result = row.to(dtype)
     if dtype is torch.float16 and row.dtype is not dtype and (result.isinf() & row.isfinite()).any():
-        raise CheckpointError(
-            f"{name!r} reaches to {float(row.abs().max()):g}, and fp16 to {torch.finfo(dtype).max:g}: use bf16 or fp32"
-        )
+        limits = f"{float(row.abs().max()):g}, and fp16 to {torch.finfo(dtype).max:g}"
+        raise CheckpointError(f"{name!r} reaches to {limits}: use bf16 or fp32")
     return result
 
 

@@ -12,9 +12,10 @@ is offloaded, and the rest stays on the device. Codecs may follow, too: `hsdp+pa
 """
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from fnmatch import fnmatchcase
+from itertools import chain
 from typing import Any, Literal, get_args
 
 from ..base.errors import ConfigurationError, did_you_mean
@@ -64,87 +65,61 @@ class Layout:
             value = getattr(self, field)
             if value not in known:
                 raise ConfigurationError(f"layout: {field}={value!r}; {did_you_mean(str(value), known)}")
-        for field in ("params", "grads"):
-            value = getattr(self, field)
-            if SPLITS.index(value) > SPLITS.index(self.optimizer):
-                raise ConfigurationError(
-                    f"layout: {field}={value!r} with optimizer={self.optimizer!r} saves nothing, because the "
-                    f"optimizer's step needs its {field} {self.optimizer!r} on every rank; "
-                    f"split the optimizer at least as far as the {field}"
-                )
-        if (self.params == "whole") != (self.gathered_until == "always"):
-            raise ConfigurationError(
-                f"layout: params={self.params!r} with gathered_until={self.gathered_until!r} contradict each "
-                "other: parameters that are always gathered are whole, and whole ones always gathered"
-            )
-        self._refuse_contradicting_places()
-        self._refuse_wrong_codecs()
-
-    def _refuse_wrong_codecs(self) -> None:
         for what in ENCODABLE:
             # Different spellings of one codec become equal.
             object.__setattr__(self, f"{what}_as", str(parse(getattr(self, f"{what}_as"))))
-        params = parse(self.params_as)
-        if params.kind == "int4":
-            raise ConfigurationError(
-                f"layout: params_as={self.params_as!r}: 16 values are too few for weights; use int8 or fp8"
-            )
-        if params.has_feedback:
-            raise ConfigurationError(
-                f"layout: params_as={self.params_as!r}: masters are exact and have no error; feedback is for gradients"
-            )
-        if parse(self.grads_as).is_forward_only:
-            raise ConfigurationError(
-                f"layout: grads_as={self.grads_as!r}: a forward has no gradients; forward is for parameters"
-            )
-        if self.params_as != AS_IS and self.optimizer == "whole":
-            raise ConfigurationError(
-                f"layout: params_as={self.params_as!r} with optimizer='whole': parameters that every rank updates "
-                "are never sent; leave it, or split the optimizer"
-            )
-        if self.params_as != AS_IS and self.params_on != "device" and self.params != self.optimizer:
-            raise ConfigurationError(
-                f"layout: params_as={self.params_as!r} with params_on={self.params_on!r} and optimizer="
-                f"{self.optimizer!r}: the copy that a node shares stays on the device if it is encoded; leave "
-                "params_on='device', or split parameters as far as the optimizer"
-            )
-        # An encoding for the forward only: parameters must be gathered twice, each time from the masters.
-        in_both = str(replace(params, is_forward_only=False))
-        if params.is_forward_only and self.gathered_until != "forward":
-            raise ConfigurationError(
-                f"layout: params_as={self.params_as!r} with gathered_until={self.gathered_until!r}: the backward uses "
-                f"the parameters of the forward; write {in_both!r}, or gathered_until='forward', as zero3 and hsdp do"
-            )
-        if params.is_forward_only and self.params != self.optimizer:
-            raise ConfigurationError(
-                f"layout: params_as={self.params_as!r} with params={self.params!r} and optimizer={self.optimizer!r}: "
-                "the copy that a node shares stays encoded, and serves the backward too; write "
-                f"{in_both!r}, or split parameters as far as the optimizer"
-            )
+        for problem in chain(self._wrong_splits(), self._wrong_places(), self._wrong_codecs()):
+            raise ConfigurationError(f"layout: {problem}")
 
-    def _refuse_contradicting_places(self) -> None:
+    def _wrong_splits(self) -> Iterator[str]:
+        optimizer = f"optimizer={self.optimizer!r}"
+        for what, split in (("params", self.params), ("grads", self.grads)):
+            if SPLITS.index(split) > SPLITS.index(self.optimizer):
+                needs = f"the step needs its {what} {self.optimizer!r}; split the optimizer at least as far"
+                yield f"{what}={split!r} with {optimizer} saves nothing, because {needs}"
+        if (self.params == "whole") != (self.gathered_until == "always"):
+            both = f"params={self.params!r} with gathered_until={self.gathered_until!r}"
+            yield f"{both} contradict each other: 'whole' and 'always' go together"
+
+    def _wrong_places(self) -> Iterator[str]:
+        params, optimizer = f"params_on={self.params_on!r}", f"optimizer_on={self.optimizer_on!r}"
         if self.params_on != "device" and self.gathered_until == "always":
-            raise ConfigurationError(
-                f"layout: params_on={self.params_on!r} with gathered_until='always': parameters that are always "
-                "gathered never leave the device; split them, or leave params_on='device'"
-            )
+            why = "parameters that are always gathered never leave the device; split them, or leave params_on='device'"
+            yield f"{params} with gathered_until='always': {why}"
         if self.params_on != "device" and self.optimizer_on == "device":
-            raise ConfigurationError(
-                f"layout: params_on={self.params_on!r} with optimizer_on='device': the optimizer's masters are larger "
-                "than the parameters; move the optimizer first"
-            )
+            yield f"{params} with {optimizer}: masters are larger than parameters; move the optimizer first"
         if self.grads_on == "disk" or (self.grads_on == "host" and self.optimizer_on == "device"):
-            raise ConfigurationError(
-                f"layout: grads_on={self.grads_on!r} with optimizer_on={self.optimizer_on!r}: gradients go to the host "
-                "where the optimizer reads them there, and never to disk"
-            )
+            grads = f"grads_on={self.grads_on!r} with {optimizer}"
+            yield f"{grads}: gradients go to the host where the optimizer reads them there, and never to disk"
         if self.activations_on == "disk":
-            raise ConfigurationError("layout: activations_on='disk': activations go to the host, and never to disk")
+            yield "activations_on='disk': activations go to the host, and never to disk"
         if not 0 <= self.kept < 1 or (self.kept and self.optimizer_on == "device"):
-            raise ConfigurationError(
-                f"layout: kept={self.kept} with optimizer_on={self.optimizer_on!r}: it is the part, 0 to 1, of an "
-                "optimizer on the host or on disk that stays on the device"
-            )
+            yield f"kept={self.kept} with {optimizer}: it is the part, 0 to 1, of an offloaded optimizer on the device"
+
+    def _wrong_codecs(self) -> Iterator[str]:
+        params, codec = f"params_as={self.params_as!r}", parse(self.params_as)
+        if codec.kind == "int4":
+            yield f"{params}: 16 values are too few for weights; use int8 or fp8"
+        if codec.has_feedback:
+            yield f"{params}: masters are exact and have no error; feedback is for gradients"
+        if parse(self.grads_as).is_forward_only:
+            yield f"grads_as={self.grads_as!r}: a forward has no gradients; forward is for parameters"
+        if self.params_as != AS_IS and self.optimizer == "whole":
+            never = "parameters that every rank updates are never sent; leave it, or split the optimizer"
+            yield f"{params} with optimizer='whole': {never}"
+        splits = f"params={self.params!r} and optimizer={self.optimizer!r}"
+        fix = "or split parameters as far as the optimizer"
+        if self.params_as != AS_IS and self.params_on != "device" and self.params != self.optimizer:
+            why = "the copy that a node shares stays on the device if it is encoded; leave params_on='device'"
+            yield f"{params} with params_on={self.params_on!r}, {splits}: {why}, {fix}"
+        # An encoding for the forward only: parameters must be gathered twice, each time from the masters.
+        in_both = str(replace(codec, is_forward_only=False))
+        if codec.is_forward_only and self.gathered_until != "forward":
+            why = f"the backward uses the forward's parameters; write {in_both!r}, or gathered_until='forward'"
+            yield f"{params} with gathered_until={self.gathered_until!r}: {why}"
+        if codec.is_forward_only and self.params != self.optimizer:
+            why = f"the copy that a node shares stays encoded, and serves the backward too; write {in_both!r}"
+            yield f"{params} with {splits}: {why}, {fix}"
 
     @property
     def is_exact(self) -> bool:
@@ -299,9 +274,7 @@ def layout_of(strategy: str | Layout) -> Layout:
     name = name.replace("-", "_")
     name = ALIASES.get(name, name)
     if name == AUTO:
-        raise ConfigurationError(
-            f"strategy {strategy!r} chooses for the whole model: it cannot be one entry of a mapping"
-        )
+        raise ConfigurationError(f"strategy {strategy!r} chooses for the whole model: no entry of a mapping can")
     if name not in PRESETS:
         raise ConfigurationError(f"unknown strategy {strategy!r}; {did_you_mean(name, {*PRESETS, *ALIASES, AUTO})}")
     return changed(PRESETS[name], moves)
@@ -368,13 +341,10 @@ def layouts_for(strategy: Strategy, names: Sequence[str]) -> list[Layout]:
         if not users and (unit_names or pattern != "*"):
             raise ConfigurationError(f"strategy: {pattern!r} matches no unit; {did_you_mean(pattern, unit_names)}")
         if pattern != "*" and all(patterns[0] != pattern for patterns in users):
-            raise ConfigurationError(
-                f"strategy: {pattern!r} decides nothing, because patterns before it match all of its units; the first "
-                "that matches counts, so put it earlier"
-            )
+            why = "patterns before it match all of its units; the first that matches counts, so put it earlier"
+            raise ConfigurationError(f"strategy: {pattern!r} decides nothing, because {why}")
     for name, patterns in matching.items():
         if not patterns:
-            raise ConfigurationError(
-                f"strategy: no pattern matches unit {name!r} (patterns: {', '.join(rows)}); end the mapping with '*'"
-            )
+            given = f"patterns: {', '.join(rows)}"
+            raise ConfigurationError(f"strategy: no pattern matches unit {name!r} ({given}); end the mapping with '*'")
     return [Layout() if name == ALWAYS_WHOLE else rows[matching[name][0]] for name in names]

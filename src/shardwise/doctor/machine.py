@@ -1,6 +1,7 @@
 """GPUs as torch sees them; memory, cores and limits of this process, which a container may lower; and the interfaces by
 which ranks communicate."""
 
+import contextlib
 import os
 import re
 import resource
@@ -29,28 +30,23 @@ INFINIBAND = Path("/sys/class/infiniband")
 FEW_FILES = 4096
 SMALL_SHM = 1 << 30
 LOOKUP_S = 2.0
-# NCCL takes the first interface of these, then any other one, then the first of those, in this order.
-NCCL_FIRST, NCCL_LAST = ("ib",), ("docker", "virbr", "lo")
+# NCCL's order of interfaces, by the beginning of their names; any other interface has place 1.
+NCCL_PLACES = {"ib": 0, "docker": 2, "virbr": 3, "lo": 4}
 NO_SHM = 64 << 20  # Docker's default, less than NCCL and data loaders take
 
 
 def look(variables: Mapping[str, str]) -> Iterator[Finding]:
-    num_gpus = torch.cuda.device_count()
-    yield from _look_at_gpus(num_gpus)
-    yield from (_memory(), _cores(), _host_updates(cache_folder()), _pinned(), _shm(num_gpus), _files())
-    yield from _look_at_network(variables, num_gpus)
-
-
-def _look_at_gpus(num_gpus: int) -> Iterator[Finding]:
-    driver = driver_version(DRIVER)
+    num_gpus, driver = torch.cuda.device_count(), driver_version(DRIVER)
     if not torch.cuda.is_available():
         yield _without_gpus(driver)
-        return
-    if driver is not None:
-        yield Finding(DEVICES, "driver", driver, "NVIDIA's, for all GPUs")
-    yield from map(_gpu, range(num_gpus))
-    if num_gpus > 1:
-        yield _peers(num_gpus)
+    else:
+        if driver is not None:
+            yield Finding(DEVICES, "driver", driver, "NVIDIA's, for all GPUs")
+        yield from map(_gpu, range(num_gpus))
+        if num_gpus > 1:
+            yield _peers(num_gpus)
+    yield from (_memory(), _cores(), _host_updates(cache_folder()), _pinned(), _shm(num_gpus), _files())
+    yield from _look_at_network(variables, num_gpus)
 
 
 def driver_version(file: Path) -> str | None:
@@ -79,10 +75,8 @@ def _gpu(index: int) -> Finding:
     try:
         free, total = torch.cuda.mem_get_info(index)
     except RuntimeError as error:
-        reason = str(error).splitlines()[0]
-        return Finding(
-            DEVICES, name, about.name, f"it cannot be used: {reason}", "broken", "nvidia-smi shows who holds it"
-        )
+        meaning = f"it cannot be used: {str(error).splitlines()[0]}"
+        return Finding(DEVICES, name, about.name, meaning, "broken", "nvidia-smi shows who holds it")
     value = f"{about.name}, {size(total)}, {size(free)} free, compute capability {about.major}.{about.minor}"
     bf16 = "bf16 runs at full speed" if about.major >= 8 else "no fast bf16 before 8.0: use --precision fp16"
     is_crowded = free < (1 - CROWDED) * total
@@ -97,15 +91,14 @@ def _peers(num_gpus: int) -> Finding:
     if num_direct == len(pairs):
         return Finding(DEVICES, "GPU to GPU", value, "gathers and reductions do not pass through the host")
     fix = "in a virtual machine turn ACS off or pass NVLink through; else prefer strategies that move less"
-    return Finding(DEVICES, "GPU to GPU", value, "other pairs communicate through the host's memory", "worse", fix)
+    return judged(DEVICES, "GPU to GPU", value, "other pairs communicate through the host's memory", fix)
 
 
 def _links() -> str:
     """NVLinks by nvidia-smi's matrix: NV18 is 18 links."""
     try:
-        matrix = subprocess.run(
-            ["nvidia-smi", "topo", "-m"], capture_output=True, text=True, timeout=TOOL_S, check=False
-        ).stdout
+        command = ["nvidia-smi", "topo", "-m"]
+        matrix = subprocess.run(command, capture_output=True, text=True, timeout=TOOL_S, check=False).stdout
     except (OSError, subprocess.TimeoutExpired):
         return "links unknown: no nvidia-smi"
     found = sorted(set(re.findall(r"\bNV\d+\b", matrix)), key=lambda word: int(word[2:]))
@@ -127,10 +120,9 @@ def _cores() -> Finding:
     limit = cpu_limit()
     value = f"{usable} of {os.cpu_count()}" + (f", limited to the time of {limit:g}" if limit else "")
     meaning = "ranks share them: OMP_NUM_THREADS, also for updates on the host, is cores / ranks unless you set it"
-    fix = ""
-    if limit is not None and limit < usable:
-        fix = f"set OMP_NUM_THREADS to {max(1, int(limit))} / ranks: more threads than time make each other wait"
-    return judged(LIMITS, "cores", value, meaning, fix)
+    is_limited = limit is not None and limit < usable
+    fix = f"set OMP_NUM_THREADS to {max(1, int(limit or 0))} / ranks: more threads than time make each other wait"
+    return judged(LIMITS, "cores", value, meaning, fix if is_limited else "")
 
 
 def _host_updates(folder: Path) -> Finding:
@@ -184,18 +176,24 @@ class Interface:
 
 
 def _look_at_network(variables: Mapping[str, str], num_gpus: int) -> Iterator[Finding]:
-    is_there = dist.is_available()
-    yield _backend("gloo", "CPU", "available" if is_there and dist.is_gloo_available() else None)
+    has_gloo, has_nccl = (dist.is_available() and has() for has in (dist.is_gloo_available, dist.is_nccl_available))
+    backends = [("gloo", "CPU", "available" if has_gloo else None)]
     if num_gpus:
-        number = ".".join(map(str, torch.cuda.nccl.version())) if is_there and dist.is_nccl_available() else None
-        yield _backend("NCCL", "GPU", number)
+        backends.append(("NCCL", "GPU", ".".join(map(str, torch.cuda.nccl.version())) if has_nccl else None))
+    for name, kind, version in backends:
+        meaning = f"collectives of {kind} ranks" if version else f"{kind} ranks cannot communicate"
+        fix = "" if version else f"install a torch with {name}"
+        yield judged(NETWORK, name, version or "missing", meaning, fix, "broken")
     found = interfaces()
     for interface in found:
         speed = f", {interface.speed_mbit / 1000:g} Gbit/s" if interface.speed_mbit else ""
         yield Finding(NETWORK, interface.name, f"{interface.address}{speed}", "an interface that is up")
     host = socket.gethostname()
     address = lookup(host)
-    yield _name(host, address)
+    fix = "for more than one machine: give it its address in /etc/hosts or DNS; one machine does without"
+    is_local = address is None or address.startswith("127.")
+    meaning = "other machines get this name at the rendezvous"
+    yield judged(NETWORK, "host name", f"{host}, {address or 'not found'}", meaning, fix if is_local else "")
     yield _taken("gloo", "GLOO_SOCKET_IFNAME", variables, gloo_takes(found, address))
     if num_gpus:
         yield _taken("NCCL", "NCCL_SOCKET_IFNAME", variables, nccl_takes(found))
@@ -222,10 +220,8 @@ def lookup(host: str) -> str | None:
     answers: list[str] = []
 
     def ask() -> None:
-        try:
+        with contextlib.suppress(OSError):
             answers.append(socket.gethostbyname(host))
-        except OSError:
-            return
 
     thread = threading.Thread(target=ask, daemon=True)
     thread.start()
@@ -241,26 +237,10 @@ def gloo_takes(found: Sequence[Interface], address: str | None) -> str | None:
 
 def nccl_takes(found: Sequence[Interface]) -> str | None:
     def place(interface: Interface) -> int:
-        if interface.name.startswith(NCCL_FIRST):
-            return 0
-        left = [index for index, prefix in enumerate(NCCL_LAST) if interface.name.startswith(prefix)]
-        return 2 + left[0] if left else 1
+        places = [place for prefix, place in NCCL_PLACES.items() if interface.name.startswith(prefix)]
+        return places[0] if places else 1
 
     return min(found, key=place).name if found else None
-
-
-def _backend(name: str, kind: str, version: str | None) -> Finding:
-    if version is not None:
-        return Finding(NETWORK, name, version, f"collectives of {kind} ranks")
-    fix = f"install a torch with {name}"
-    return Finding(NETWORK, name, "missing", f"{kind} ranks cannot communicate", "broken", fix)
-
-
-def _name(host: str, address: str | None) -> Finding:
-    is_local = address is None or address.startswith("127.")
-    fix = "for more than one machine: give it its address in /etc/hosts or DNS; one machine does without"
-    meaning = "other machines get this name at the rendezvous"
-    return judged(NETWORK, "host name", f"{host}, {address or 'not found'}", meaning, fix if is_local else "")
 
 
 def _taken(backend: str, variable: str, variables: Mapping[str, str], guess: str | None) -> Finding:

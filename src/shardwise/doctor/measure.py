@@ -13,9 +13,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import psutil
 import torch
@@ -43,25 +43,24 @@ def measure(folder: Path) -> Measured:
     device = torch.device("cuda", 0) if is_gpu else torch.device("cpu")
     num_devices = torch.cuda.device_count() if is_gpu else 1
     num_ranks = num_devices if is_gpu else CPU_RANKS
-    rings = measure_rings("nccl" if is_gpu else "gloo", num_ranks) if num_ranks > 1 else Rings()
+    collectives = measure_collectives("nccl" if is_gpu else "gloo", num_ranks) if num_ranks > 1 else {}
     place = existing(folder)
     written, read = speeds(place)
-    host_bytes = _host_bytes()
+    total: int = psutil.virtual_memory().total
+    host_bytes = memory_limit(total) or total
     has_bf16 = not is_gpu or torch.cuda.get_device_capability(device) >= (8, 0)
-    flops = _products(device, torch.bfloat16 if has_bf16 else torch.float16)
-    fp32_flops, copied = _products(device, torch.float32), _copies(device)
     return Measured(
         device=torch.cuda.get_device_name(device) if is_gpu else _processor(),
         kind="cuda" if is_gpu else "cpu",
         num_devices=num_devices,
         memory_bytes=torch.cuda.get_device_properties(device).total_memory if is_gpu else host_bytes,
-        context_bytes=_context_bytes(device) if is_gpu else 0,
-        flops=flops,
-        fp32_flops=fp32_flops,
-        memory_bytes_per_s=copied,
+        flops=_products(device, torch.bfloat16 if has_bf16 else torch.float16),
+        fp32_flops=_products(device, torch.float32),
+        memory_bytes_per_s=_copies(device),
+        context_bytes=_context_bytes(device) if is_gpu else 0,  # once kernels have run
         to_host_bytes_per_s=_transfers(device, to_host=True) if is_gpu else None,
         from_host_bytes_per_s=_transfers(device, to_host=False) if is_gpu else None,
-        **asdict(rings),
+        **collectives,
         host_memory_bytes=host_bytes,
         host_adam_elems_per_s=_updates(),
         disk_bytes=shutil.disk_usage(place).free,
@@ -120,17 +119,11 @@ def _updates() -> float:
 
 
 def _context_bytes(device: torch.device) -> int:
-    """Device memory outside torch's allocator, once kernels have run. It includes other processes' memory, which is
-    recognised by its size."""
+    """Device memory outside torch's allocator. Other processes' memory in it is recognised by its size."""
     torch.cuda.synchronize(device)
     free, total = torch.cuda.mem_get_info(device)
     taken = total - free - torch.cuda.memory_reserved(device)
     return taken if 0 < taken <= MOST_CONTEXT_BYTES else CONTEXT_BYTES
-
-
-def _host_bytes() -> int:
-    total: int = psutil.virtual_memory().total
-    return memory_limit(total) or total
 
 
 def _processor() -> str:
@@ -142,41 +135,30 @@ def _processor() -> str:
     return f"cpu ({found or platform.machine()})"
 
 
-@dataclass(frozen=True, slots=True)
-class Rings:
-    """Rates of collectives; None if they were not measured."""
-
-    gather_bytes_per_s: float | None = None
-    all_reduce_bytes_per_s: float | None = None
-    collective_latency_us: float | None = None
-
-
-def measure_rings(backend: str, num_ranks: int) -> Rings:
-    """Measure in one process per rank; nothing is measured if the ranks do not find each other."""
+def measure_collectives(backend: str, num_ranks: int) -> dict[str, Any]:
+    """Measure in one process per rank; return the fields of `Measured`, none if the ranks do not find each other."""
     with temporary_folder() as folder:
         store = str(folder / "store")
         variables = as_child({**os.environ, **interfaces(os.environ)})
+        commands = [
+            [sys.executable, "-m", MODULE, backend, str(rank), str(num_ranks), store] for rank in range(num_ranks)
+        ]
+        pipe, nowhere = subprocess.PIPE, subprocess.DEVNULL
         processes = [
-            subprocess.Popen(
-                [sys.executable, "-m", MODULE, backend, str(rank), str(num_ranks), store],
-                env=variables,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
-                text=True,
-            )
-            for rank in range(num_ranks)
+            subprocess.Popen(command, env=variables, stdout=pipe, stderr=nowhere, text=True) for command in commands
         ]
         try:
             outputs = [process.communicate(timeout=LIMIT_S)[0] for process in processes]
         except subprocess.TimeoutExpired:
-            return Rings()
+            return {}
         finally:
             for process in processes:
                 process.kill()
                 process.wait()
     if any(process.returncode for process in processes):
-        return Rings()
-    return Rings(**json.loads(outputs[0].splitlines()[-1]))
+        return {}
+    rates: dict[str, Any] = json.loads(outputs[0].splitlines()[-1])
+    return rates
 
 
 def _rank(backend: str, rank: int, num_ranks: int, store: str) -> None:
@@ -197,7 +179,8 @@ def _rank(backend: str, rank: int, num_ranks: int, store: str) -> None:
     small_s = _call_seconds(lambda: dist.all_gather_into_tensor(small, smaller), device)
     dist.destroy_process_group()
     if rank == 0:
-        print(json.dumps(asdict(Rings(sent / gather_s, 2 * sent / reduce_s, small_s * 1e6))))
+        rates = {"gather_bytes_per_s": sent / gather_s, "all_reduce_bytes_per_s": 2 * sent / reduce_s}
+        print(json.dumps({**rates, "collective_latency_us": small_s * 1e6}))
 
 
 def _call_seconds(work: Callable[[], object], device: torch.device) -> float:

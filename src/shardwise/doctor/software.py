@@ -36,7 +36,10 @@ def look() -> Iterator[Finding]:
         kinds = {"CUDA": torch.version.cuda, "ROCm": torch.version.hip}
         built_for = next((f"{kind} {number}" for kind, number in kinds.items() if number is not None), "CPUs only")
         yield _at_least("torch", torch.__version__, OLDEST_TORCH, f"built for {built_for}")
-    yield from map(_needed, NEEDED)
+    for package in NEEDED:
+        found = installed(package)
+        fix = f"pip install {package}" if found is None else ""
+        yield judged(TOPIC, package, found or "not installed", "needed by the command line", fix, "broken")
     for package, (use, extra) in EXTRAS.items():
         found = installed(package)
         fix = f"pip install 'shardwise[{extra}]' if you want it" if found is None else ""
@@ -54,9 +57,3 @@ def _at_least(name: str, found: str, oldest: tuple[int, int], meaning: str) -> F
     is_old = tuple(int(number) for number in re.findall(r"\d+", found)[:2]) < oldest
     fix = f"install {name} {oldest[0]}.{oldest[1]} or newer" if is_old else ""
     return judged(TOPIC, name, found, meaning, fix, "broken")
-
-
-def _needed(package: str) -> Finding:
-    found = installed(package)
-    fix = f"pip install {package}" if found is None else ""
-    return judged(TOPIC, package, found or "not installed", "needed by the command line", fix, "broken")

@@ -11,7 +11,7 @@ There is no autocast: mixed_precision becomes the `precision` of `sw.shard`.
 
 import inspect
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -77,8 +77,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # Accelerate h
         for thing in objects:
             if isinstance(thing, (DummyOptim, DummyScheduler)):
                 raise ConfigurationError(
-                    f"prepare({type(thing).__name__}): a placeholder for a DeepSpeed file; build a torch "
-                    "optimizer and scheduler instead"
+                    f"prepare({type(thing).__name__}): a DeepSpeed placeholder; build a torch optimizer and scheduler"
                 )
         models = [thing for thing in objects if isinstance(thing, nn.Module)]
         optimizers = [thing for thing in objects if isinstance(thing, torch.optim.Optimizer)]
@@ -130,13 +129,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # Accelerate h
 
     # the step
 
-    @contextmanager
-    def no_sync(self, model: nn.Module) -> Iterator[None]:
-        if find_engine(model) is None:
-            yield
-            return
-        with accumulate(model):
-            yield
+    def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
+        return nullcontext() if find_engine(model) is None else accumulate(model)
 
     def clip_grad_norm_(self, parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2) -> Tensor:
         """Clip by the norm over all shards. Return the norm before clipping, the same on every rank."""

@@ -9,13 +9,8 @@ from functools import cache
 from importlib import resources
 from typing import Any
 
-from accelerate.utils import (
-    AutocastKwargs,
-    DistributedDataParallelKwargs,
-    DistributedType,
-    DynamoBackend,
-    GradScalerKwargs,
-)
+from accelerate.utils import AutocastKwargs, DistributedDataParallelKwargs, GradScalerKwargs
+from accelerate.utils.dataclasses import DistributedType, DynamoBackend
 
 from ..base.documents import yaml_tree
 from ..base.errors import ConfigurationError

@@ -100,7 +100,7 @@ class ShardwiseStrategy(DDPStrategy):
         """Save the model, its optimizer, and other values as JSON; stateful objects by their state dict."""
         if storage_options is not None or filter:
             raise ConfigurationError(
-                "fabric.save(storage_options=, filter=): checkpoints are whole folders; leave these out"
+                "fabric.save(storage_options=, filter=): a checkpoint is a folder; leave these out"
             )
         model, optimizer, others = _parts(state)
         extra = {key: value.state_dict() if isinstance(value, _Stateful) else value for key, value in others.items()}

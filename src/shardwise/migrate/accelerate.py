@@ -72,9 +72,8 @@ def read_accelerate(top: Block, folder: Path) -> Read:
 
 def _kind(top: Block) -> str:
     if not top.has("distributed_type"):
-        raise ConfigurationError(
-            f"{top.source}: distributed_type is missing; write NO, MULTI_CPU, MULTI_GPU, FSDP or DEEPSPEED"
-        )
+        known = "NO, MULTI_CPU, MULTI_GPU, FSDP or DEEPSPEED"
+        raise ConfigurationError(f"{top.source}: distributed_type is missing; write {known}")
     refused = table("accelerate")["refused_kinds"]
     kind = top.word("distributed_type", (*REPLICATES, FSDP, DEEPSPEED, *refused), "NO")
     if kind in refused:
@@ -114,10 +113,8 @@ def _compile(top: Block) -> dict[str, Any]:
 
 def _launch(top: Block, is_single: bool) -> dict[str, Any]:
     """The device, the number of ranks, and where machines meet."""
-    settings: dict[str, Any] = {}
-    if top.flag("use_cpu"):
-        settings["device"] = "cpu"
-    top.used("use_cpu", f"device {'cpu' if 'device' in settings else 'cuda, where there is one'}")
+    settings: dict[str, Any] = {"device": "cpu"} if top.flag("use_cpu") else {}
+    top.used("use_cpu", f"device {settings.get('device', 'cuda, where there is one')}")
     machines = top.whole("num_machines", 1, least=1)
     if top.has("num_machines"):
         settings["nnodes"] = str(machines)

@@ -7,7 +7,7 @@ continues with the default, so that all errors are reported at once.
 """
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -227,7 +227,10 @@ class Block:
                     block._record(key, "ignored", "it is empty" if block.values[key] is None else "a comment")
                 elif key not in block._known:
                     right = places.get(key, ())
-                    meant = f"did you mean {right[0]!r}?" if len(right) == 1 else _nearest(key, block._known)
+                    near = right[0] if len(right) == 1 else nearest(key, block._known)
+                    meant = "no known key is similar" if near is None else f"did you mean {near!r}?"
+                    if near is None and len(block._known) <= MAX_SUGGESTED:
+                        meant = did_you_mean(key, block._known)
                     block._record(key, "refused", f"unknown key; {meant}")
         refused = next((entry.key for entry in self._entries.values() if entry.fate == "refused"), None)
         for block in blocks:
@@ -293,13 +296,6 @@ def _number(value: Tree) -> float | None:
     except ValueError:
         return None
     return number if math.isfinite(number) else None
-
-
-def _nearest(key: str, known: Collection[str]) -> str:
-    near = nearest(key, known)
-    if near is not None:
-        return f"did you mean {near!r}?"
-    return did_you_mean(key, known) if len(known) <= MAX_SUGGESTED else "no known key is similar"
 
 
 def shown(value: Tree) -> str:

@@ -91,11 +91,9 @@ def _read_batch(top: Block) -> dict[str, Any]:
         settings["gradient_accumulation_steps"] = 1  # DeepSpeed's default; ours follows from the global batch
     per_rank = (micro or 1) * (num_micro or 1)
     if total and total % per_rank:
-        top.refused(
-            "train_batch_size",
-            f"it is not ranks x {micro or 1} train_micro_batch_size_per_gpu x {num_micro or 1} "
-            f"gradient_accumulation_steps for any number of ranks; make it a multiple of {per_rank}",
-        )
+        product = f"ranks x {micro or 1} train_micro_batch_size_per_gpu x {num_micro or 1} gradient_accumulation_steps"
+        fix = f"make it a multiple of {per_rank}"
+        top.refused("train_batch_size", f"it is not {product} for any number of ranks; {fix}")
     elif total and micro and num_micro:
         top.used("train_batch_size", f"global_batch_size {total}, which needs {total // per_rank} ranks")
     return settings

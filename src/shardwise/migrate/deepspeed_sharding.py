@@ -227,12 +227,17 @@ def read_precision(top: Block, sharding: Sharding) -> dict[str, Any]:
     if top.has("bf16") and top.has("bfloat16"):
         old.settle_rest("refused", "bf16 is its newer name, and is written, too; leave one")
     computes = _computes(half, brain)
-    _read_half(half, is_off=computes.model != "fp16" and not computes.is_open)
+    is_half = computes.model == "fp16" or computes.is_open
+    apply_rules(half, "deepspeed", "fp16")
+    apply_rules(half, "deepspeed", "fp16 that is on" if is_half else "fp16 that is off")
     apply_rules(top.inner("torch_autocast"), "deepspeed", "torch_autocast")
     apply_rules(brain, "deepspeed", "bf16")
     types = top.inner("data_types")
-    stored = _dtype(types, "grad_accum_dtype")
-    _read_types(types, computes)
+    stored, param = _dtype(types, "grad_accum_dtype"), _dtype(types, "param_dtype")
+    if param and param != computes.model and not computes.is_open:
+        types.refused("param_dtype", f"it contradicts precision {computes.name}, which decides it; leave it out")
+    types.used("param_dtype", f"precision {computes.name}")
+    apply_rules(types, "deepspeed", "data_types")
     skips = _skips(brain, computes, sharding, stored)
     reduce = _read_gradients(top, types, stored, computes, sharding)
     if skips:
@@ -245,11 +250,8 @@ def read_precision(top: Block, sharding: Sharding) -> dict[str, Any]:
         brain.used("enabled", f"precision {computes.name}, reduce_dtype {reduce}: {how}{note}")
     elif computes.model == "fp16":
         half.used("enabled", f"precision fp16; gradients are summed in fp32, where DeepSpeed does it in fp16{note}")
-    settings = {
-        "precision": None if computes.is_open else computes.name,
-        "reduce_dtype": reduce,
-        "skip_nonfinite": skips or None,
-    }
+    precision = None if computes.is_open else computes.name
+    settings = {"precision": precision, "reduce_dtype": reduce, "skip_nonfinite": skips or None}
     return {name: value for name, value in settings.items() if value is not None}
 
 
@@ -289,19 +291,6 @@ def _is_pure(brain: Block, is_on: bool, is_open: bool) -> bool:
     return is_on and all(flags.values())
 
 
-def _read_half(half: Block, is_off: bool) -> None:
-    apply_rules(half, "deepspeed", "fp16")
-    if half.number("loss_scale", least=0) and not is_off:
-        half.refused("loss_scale", "the loss scale is dynamic here: write 0, or use bf16, which needs no scale")
-    half.ignored("loss_scale", "fp16 is off" if is_off else "dynamic, as here")
-    half.flag("auto_cast")
-    half.ignored("auto_cast", "fp16 is off" if is_off else "floating-point inputs of the model are always cast here")
-    key = "fp16_master_weights_and_grads"
-    if half.flag(key) and not is_off:
-        half.refused(key, "masters are fp32 here, or everything is bf16 (bf16 with bf16_master_weights_and_grads)")
-    half.ignored(key, "masters are fp32")
-
-
 def _skips(brain: Block, computes: Computes, sharding: Sharding, stored: str) -> bool:
     """Return True if steps with a non-finite gradient are skipped: DeepSpeed does so nearly always, also in fp32."""
     key = "check_grad_overflow"
@@ -337,14 +326,6 @@ def _read_gradients(top: Block, types: Block, stored: str, computes: Computes, s
         sharding.change(top, key, f"grads_as={sent}", becomes)
     is_default = computes.is_open and not (stored or sent)
     return None if is_default or computes.name == "fp16" or summed == model == "fp32" else summed
-
-
-def _read_types(types: Block, computes: Computes) -> None:
-    param = _dtype(types, "param_dtype")
-    if param and param != computes.model and not computes.is_open:
-        types.refused("param_dtype", f"it contradicts precision {computes.name}, which decides it; leave it out")
-    types.used("param_dtype", f"precision {computes.name}")
-    apply_rules(types, "deepspeed", "data_types")
 
 
 def _dtype(block: Block, key: str) -> str:

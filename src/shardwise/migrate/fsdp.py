@@ -30,7 +30,7 @@ class Fsdp:
 
     name: str
     key: str
-    changes: tuple[Change, ...] = ()
+    changes: list[Change] = field(default_factory=list)
     settings: dict[str, Any] = field(default_factory=dict)
 
 
@@ -84,7 +84,7 @@ def read_fsdp(block: Block, min_params: int, given: str = "") -> Fsdp:
         block.used(kind_key, kinds[kind])
     _units(block, min_params, settings)
     apply_rules(block, "accelerate", "fsdp_config", PREFIX)
-    return Fsdp(name, key, tuple(changes), settings)
+    return Fsdp(name, key, changes, settings)
 
 
 def sharded(
@@ -168,16 +168,15 @@ def _units(block: Block, min_params: int, settings: dict[str, Any]) -> None:
         settings |= {"units": classes} if classes else {}
         block.used(policy_key, "a unit for every block")
         block.used(classes_key, f"units are modules of {', '.join(classes) or 'classes that the model names'}")
-        block.ignored(least_key, f"only {SIZE} reads it")
-        return
-    block.ignored(classes_key, f"{policy} does not read it")
-    block.ignored(policy_key, "units are the model's blocks: the same training, with less memory")
+    else:
+        block.ignored(classes_key, f"{policy} does not read it")
+        block.ignored(policy_key, "units are the model's blocks: the same training, with less memory")
     block.ignored(least_key, f"only {SIZE} reads it")
+    if policy == SIZE:
+        block.used(least_key, f"units of at least {least:,} parameters" if least else "units are the model's blocks")
     if policy == SIZE and least:
         settings["units"] = (str(least),)
         block.used(policy_key, f"units of at least {least:,} parameters")
-    if policy == SIZE:
-        block.used(least_key, f"units of at least {least:,} parameters" if least else "units are the model's blocks")
 
 
 def read_groups(block: Block, fsdp: Fsdp | None, num_ranks: int | None) -> tuple[str, int | None]:

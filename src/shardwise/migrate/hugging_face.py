@@ -7,12 +7,13 @@ Where a file has training keys, what it leaves out is what Hugging Face's Traine
 other defaults, which are not assumed.
 """
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
 from .accelerate import PRECISIONS, precision_for, read_completed
 from .account import FALSE, TRUE, Block
-from .fsdp import ON_HOST, Fsdp, Read, known_keys, read_fsdp, read_groups, sharded, strategies, strategy_name
+from .fsdp import ON_HOST, Fsdp, Read, known_keys, read_fsdp, read_groups, sharded, strategies
 from .migrated import Change
 from .tables import apply_rules, read_setting, rules, table
 
@@ -49,11 +50,11 @@ def read_hugging_face(top: Block, folder: Path) -> Read:
     if set(top.values) & known_keys() and not set(top.values) & others:
         return sharded({}, read_fsdp(top, 0))
     settings = _names(top)
-    for read in (_schedule, _optimizer, _intervals, _checkpointing, _adapters, _rest):
+    for read in (_schedule, _optimizer, _intervals, _checkpointing_and_compilation, _adapters, _rest):
         read(top, settings)
     word, loaded = _dtypes(top)
-    for section in ("trainer", "programs"):
-        apply_rules(top, "hugging_face", section)
+    apply_rules(top, "hugging_face", "trainer")
+    apply_rules(top, "hugging_face", "programs")
     if _is_on(top, "deepspeed"):
         return _deepspeed(top, folder, settings, word, loaded)
     top.ignored("deepspeed", "no file is named")
@@ -81,7 +82,7 @@ def _lower(top: Block, key: str) -> str:
 def _fsdp(top: Block, folder: Path) -> Fsdp | None:
     """`fsdp` is true, false, or words: a strategy's name, auto_wrap, offload."""
     words = _words(top)
-    block = _fsdp_block(top, folder)
+    block = _inner(top, "fsdp_config", folder)
     is_on = bool(words) or (not top.has("fsdp") and top.has(AXOLOTL) and bool(block.values))
     if not is_on:
         if block.values and not top.has("fsdp"):
@@ -92,20 +93,19 @@ def _fsdp(top: Block, folder: Path) -> Fsdp | None:
         return None
     top.whole("fsdp_version", 2, least=1, most=2)
     top.used("fsdp_version", "one engine for both versions")
-    names = [name for word in words if (name := strategy_name(word)) and not word.isdigit()]
+    known = ["true", "auto_wrap", "offload", *map(str.lower, strategies())]
+    names = [word.upper() for word in words if word.upper() in strategies()]
     if len(set(names)) > 1:
         top.refused("fsdp", f"{names[0]} and {names[1]} are two strategies; leave one")
-    for word in words:
-        if (word.isdigit() or not strategy_name(word)) and word not in ("auto_wrap", "offload", *TRUE):
-            known = ", ".join(["true", "auto_wrap", "offload", *map(str.lower, strategies())])
-            top.refused("fsdp", f"{word} is none of {known}")
+    unknown = [word for word in words if word not in (*known, *TRUE)]
+    if unknown:
+        top.refused("fsdp", f"{unknown[0]} is none of {', '.join(known)}")
     fsdp = read_fsdp(block, 0, names[0] if names else "")
     becomes = f"strategy {strategies()[fsdp.name]}"
     top.used("fsdp", becomes)
-    changes = fsdp.changes
-    if "offload" in words and all(change.words != ON_HOST for change in changes):
-        changes = (Change(top, "fsdp", ON_HOST, f"{becomes}, offloaded to the host"), *changes)
-    return Fsdp(fsdp.name, fsdp.key or ("fsdp" if names else ""), changes, fsdp.settings)
+    if "offload" in words and all(change.words != ON_HOST for change in fsdp.changes):
+        fsdp.changes.insert(0, Change(top, "fsdp", ON_HOST, f"{becomes}, offloaded to the host"))
+    return replace(fsdp, key=fsdp.key or ("fsdp" if names else ""))
 
 
 def _words(top: Block) -> list[str]:
@@ -118,10 +118,9 @@ def _words(top: Block) -> list[str]:
     return [] if len(words) == 1 and words[0] in FALSE else words
 
 
-def _fsdp_block(top: Block, folder: Path) -> Block:
-    if isinstance(top.values.get("fsdp_config"), str):
-        return top.inner_file("fsdp_config", folder)
-    return top.inner("fsdp_config")
+def _inner(top: Block, key: str, folder: Path) -> Block:
+    """The mapping under a key, or in the file that the key names."""
+    return top.inner_file(key, folder) if isinstance(top.values.get(key), str) else top.inner(key)
 
 
 def _groups(top: Block) -> Block | None:
@@ -135,7 +134,7 @@ def _deepspeed(top: Block, folder: Path, settings: dict[str, Any], word: str, lo
     if _is_on(top, "fsdp"):
         top.refused("fsdp", "deepspeed is on, too; leave one of them")
     top.ignored("fsdp", "it is off")
-    _fsdp_block(top, folder).settle_rest("ignored", "deepspeed shards")
+    _inner(top, "fsdp_config", folder).settle_rest("ignored", "deepspeed shards")
     top.ignored("fsdp_version", "deepspeed shards")
     if _groups(top) is not None:
         read_groups(top, None, None)
@@ -216,8 +215,7 @@ def _precision(top: Block, word: str, loaded: Loaded, is_sharded: bool, has_adap
     return precision
 
 
-def _checkpointing(top: Block, settings: dict[str, Any]) -> None:
-    """Activation checkpointing, and compilation."""
+def _checkpointing_and_compilation(top: Block, settings: dict[str, Any]) -> None:
     key = "gradient_checkpointing"
     if top.text(key).lower() in ("unsloth", "offload", "offload_disk"):
         top.refused(key, "+activations=host after a strategy offloads activations; write true")
@@ -272,16 +270,15 @@ def _wants_lora(top: Block) -> bool:
 
 def _rest(top: Block, settings: dict[str, Any]) -> None:
     """Reporting, resuming, packing and the device."""
-    if top.flag("use_tensorboard"):
-        settings["report_to"] = ("tensorboard",)
-    top.used("use_tensorboard", f"report_to {'tensorboard' if 'report_to' in settings else 'decides it'}")
-    if top.has("report_to"):
-        words = [word.lower() for word in top.texts("report_to") if word.lower() != "none"]
-        known = (*settings.get("report_to", ()), *(word for word in words if word in REPORTERS))
-        settings["report_to"] = tuple(dict.fromkeys(known))
-        for word in words:
-            if word not in REPORTERS:
-                top.refused("report_to", f"{word} is none of {', '.join(REPORTERS)}; metrics.jsonl is always written")
+    reporters = ["tensorboard"] if top.flag("use_tensorboard") else []
+    top.used("use_tensorboard", f"report_to {'tensorboard' if reporters else 'decides it'}")
+    for word in map(str.lower, top.texts("report_to")):
+        if word in REPORTERS:
+            reporters.append(word)
+        elif word != "none":
+            top.refused("report_to", f"{word} is none of {', '.join(REPORTERS)}; metrics.jsonl is always written")
+    if reporters or top.has("report_to"):
+        settings["report_to"] = tuple(dict.fromkeys(reporters))
         top.used("report_to", f"report_to {', '.join(settings['report_to']) or 'nobody'}")
     resume = top.text("resume_from_checkpoint")
     if resume.lower() not in (*FALSE, "", "none", "null"):
@@ -347,10 +344,8 @@ def _schedule(top: Block, settings: dict[str, Any]) -> None:
         settings |= {"lr_scheduler_type": names[word], "min_lr_ratio": 0.0}
     end = "" if word.startswith("constant") or "min_lr" in word else ", down to 0"
     top.used(key, f"lr_scheduler_type {names[word]}{end}")
-    least = top.number("cosine_min_lr_ratio", 0.0, least=0, most=1)
-    if top.has("cosine_min_lr_ratio"):
-        settings["min_lr_ratio"] = least
-    top.used("cosine_min_lr_ratio", f"min_lr_ratio {least:g}")
+    key = "cosine_min_lr_ratio"
+    settings |= read_setting(top, key, "min_lr_ratio", 0.0 if top.has(key) else None)
     block = top.inner("lr_scheduler_kwargs")
     if word == "cosine_with_min_lr":
         ratio = block.number("min_lr_rate", 0.0, least=0, most=1)

@@ -140,9 +140,8 @@ def _cluster(migrated: Migrated, gpus: str | None, nodes: int | None) -> Cluster
         return cluster
     num_groups, rest = divmod(cluster.world_size, group)
     if rest:
-        raise ConfigurationError(
-            f"groups of {group} ranks do not divide {cluster.world_size} GPUs ({cluster}); give --gpus and --nodes"
-        )
+        why = f"groups of {group} ranks do not divide {cluster.world_size} GPUs ({cluster})"
+        raise ConfigurationError(f"{why}; give --gpus and --nodes")
     return make_cluster(f"{group}x{cluster.gpu.name}", num_groups)
 
 

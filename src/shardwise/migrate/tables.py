@@ -43,6 +43,7 @@ CHECKS: dict[str, Check] = {
     "text": Block.text,
     "names": Block.texts,
     "number": Block.number,
+    "positive": partial(Block.number, least=0),
     "whole": Block.whole,
     "size": partial(Block.whole, least=0),
     "count": partial(Block.whole, least=1),
@@ -130,13 +131,13 @@ def read_setting(block: Block, key: str, name: str, default: float | None = None
 def _value(block: Block, key: str, name: str) -> Any:
     """The value of a key; None, and refused, if it is not inside the limits of the setting."""
     kind, limits = str(FIELDS[name].type), FIELDS[name].metadata
-    bounds = {bound: limits[bound] for bound in ("least", "most") if limits[bound] is not None}
+    bounds = {bound: limits[bound] for bound in ("least", "most") if bound in limits}
     if "int" in kind and "str" not in kind:
         count = block.whole(key, -1, **bounds)
         return None if count == -1 else count
     if "float" in kind:
         number = block.number(key, -1.0, **bounds)
-        if limits["below"] is not None and number >= limits["below"]:
+        if "below" in limits and number >= limits["below"]:
             block.refused(key, f"it must be below {limits['below']:g}")
         return None if number < 0 else number
     text = block.text(key)

@@ -82,8 +82,6 @@ class Machine:
 HOST_SHARE = 0.9
 # Memory of NCCL's communicators on a GPU, from published logs (1 to 2 GiB with a handful of groups).
 NCCL_BYTES = 1 << 30
-
-
 # Maximum number of micro-batches that are simulated; each further one is like the last but one.
 MOST_PLAYED = 3
 

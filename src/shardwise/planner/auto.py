@@ -8,7 +8,8 @@ Quantised collectives, and a disk without a folder for it, are used only on requ
 import logging
 import os
 import time
-from collections.abc import Callable, Sequence
+import timeit
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -142,8 +143,7 @@ def machine_here(world: Channel, axes: Axes, free_bytes: int, disk_path: Path | 
         disk_write_bytes_per_s=axes.node_size * gpu.host.disk_write_bytes_per_s,
         host_adam_elems_per_s=axes.node_size * gpu.host.adam_elems_per_s,
     )
-    for name, link in measured_links(world, axes).items():
-        cluster = replace(cluster, intra=link) if name == "intra" else replace(cluster, inter=link)
+    cluster = replace(cluster, **_measured_links(world, axes))  # type: ignore[arg-type]
     is_gpu = device().type == "cuda"
     return Machine(cluster, efficiency, IDEAL if is_gpu else PROCESSOR_WEAR, free_bytes, has_reserve=is_gpu)
 
@@ -163,7 +163,7 @@ def free_bytes_on(folder: Path) -> int:
     return seen.f_bavail * seen.f_frsize if seen.f_blocks else UNKNOWN_FREE_BYTES
 
 
-def measured_links(world: Channel, axes: Axes) -> dict[str, Link]:
+def _measured_links(world: Channel, axes: Axes) -> dict[str, Link]:
     """Measure the links with all-gathers over all ranks: inside the node if there is only one, else between nodes.
     Two sizes are gathered, because both contain the same fixed cost."""
     if world.num_ranks == 1:
@@ -198,29 +198,15 @@ def _device_here(free_bytes: int, world: Channel) -> tuple[Gpu, Efficiency]:
         gpu = gpu_named("A100-80GB") if known is None else known
         return replace(gpu, name=name if known is None else gpu.name, memory_bytes=free_bytes), efficiency_of(gpu.name)
     flops, bytes_per_s = (min(rates) for rates in zip(*exchange(world, _processor_rates()), strict=True))
-    processor = replace(
-        gpu_named("A100-80GB"),
-        name="CPU",
-        memory_bytes=free_bytes,
-        flops=flops,
-        fp32_flops=flops,
-        hbm_bytes_per_s=bytes_per_s,
-        switch=None,
-        context_bytes=0,
-    )
-    return processor, PROCESSOR
+    rates = {"flops": flops, "fp32_flops": flops, "hbm_bytes_per_s": bytes_per_s}
+    like = gpu_named("A100-80GB")
+    return replace(like, name="CPU", memory_bytes=free_bytes, switch=None, context_bytes=0, **rates), PROCESSOR
 
 
 def _processor_rates() -> tuple[float, float]:
     """Measure the FLOP/s of a product and the bytes/s of a copy while the other ranks of this machine do the same."""
     a, b = torch.ones(512, 512), torch.ones(512, 512)
     long, into = torch.ones(4 << 20), torch.ones(4 << 20)
-    product_s = min(_seconds(lambda: torch.mm(a, b)) for _ in range(5))
-    copy_s = min(_seconds(lambda: into.copy_(long)) for _ in range(5))
+    product_s = min(timeit.repeat(lambda: torch.mm(a, b), number=1, repeat=5))
+    copy_s = min(timeit.repeat(lambda: into.copy_(long), number=1, repeat=5))
     return 2 * 512**3 / product_s, 2 * long.nbytes / copy_s
-
-
-def _seconds(work: Callable[[], object]) -> float:
-    begin_s = time.perf_counter()
-    work()
-    return time.perf_counter() - begin_s

@@ -8,7 +8,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from ..core.layout import Layout, Strategy
+from ..core.layout import Layout
 from ..core.schedule.state_bytes import kept_losses
 from ..core.schedule.step_schedule import NUM_REDUCTIONS, NUM_ROW_SLOTS
 from ..version import VERSION
@@ -58,10 +58,10 @@ def plan_as_json(plan: Plan | States, num_tokens: float | None = None) -> Json:
 
 def _assessed(entry: Assessment, plan: Plan, num_tokens: float | None, in_full: bool) -> Json:
     """Convert one strategy. `in_full`: with the memory at every instant and the timeline of the step."""
-    timing, gpu = entry.timing, plan.machine.cluster.gpu
+    timing, gpu, strategy = entry.timing, plan.machine.cluster.gpu, strategy_of(entry)
     found = {
         **_row(entry),
-        "strategy": _strategy(strategy_of(entry)),
+        "strategy": dataclasses.asdict(strategy) if isinstance(strategy, Layout) else strategy,
         "tight": entry.fits and entry.is_tight,
         "nearest": plan.refusals.get(entry.name, ""),
         "peak": {**_peak(entry.memory.peak), "text": peak_text(entry)},
@@ -125,7 +125,7 @@ def _row(entry: Assessment | StatesRow) -> Json:
 
 
 def _peak(peak: Instant) -> Json:
-    parts = ", ".join(f"{_word(name)} {size / 1e9:,.1f}" for name, size in list(peak.by_class().items())[:3])
+    parts = ", ".join(f"{_WORDS.get(name, name)} {size / 1e9:,.1f}" for name, size in list(peak.by_class().items())[:3])
     return {"instant": peak.name, "text": f"{peak.total / 1e9:,.1f} GB: {parts}", "bytes": peak.by_class()}
 
 
@@ -133,12 +133,8 @@ def peak_text(entry: Assessment) -> str:
     """Describe the peak in one line: its instant, and the memory classes there, the largest first."""
     peak = entry.memory.peak
     parts = sorted(peak.by_class().items(), key=lambda part: -part[1])
-    named = ", ".join(f"{_word(name)} {size / 1e9:,.1f}" for name, size in parts if size >= 5e7)
+    named = ", ".join(f"{_WORDS.get(name, name)} {size / 1e9:,.1f}" for name, size in parts if size >= 5e7)
     return f"peak {peak.total / 1e9:,.1f} GB at {at(peak.name)}: {named}"
-
-
-def _word(name: str) -> str:
-    return _WORDS.get(name, name)
 
 
 def at(name: str) -> str:
@@ -169,12 +165,6 @@ def _begins(entry: Assessment) -> list[tuple[Instant, float]]:
             begin_s, end_s = max(begin_s, span.begin_s), max(end_s, span.end_s)
         found.append((instant, begin_s))
     return found
-
-
-def _strategy(strategy: Strategy) -> Any:
-    if isinstance(strategy, Layout):
-        return dataclasses.asdict(strategy)
-    return strategy if isinstance(strategy, str) else dict(strategy)
 
 
 def _cluster(machine: Machine) -> Json:

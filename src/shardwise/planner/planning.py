@@ -256,7 +256,6 @@ FLAGS = {
     "reduce": "--reduce-dtype",
     "optimizer": "--optimizer",
 }
-NODES = "--nodes"
 
 
 def flags_for(before: Training, after: Training, flags: Mapping[str, str] = FLAGS) -> str:
@@ -269,7 +268,7 @@ def nearest_change(
     assess: Assessor,
     entry: Assessment,
     flags: Mapping[str, str] = FLAGS,
-    nodes: str = NODES,
+    nodes: str = "--nodes",
     moving: Callable[[Layout], str] = lambda layout: f"--strategy {layout.name}",
 ) -> str:
     """Return the first change that makes the strategy fit, as command-line flags; empty if none does."""
@@ -283,7 +282,9 @@ def nearest_change(
             if _fits(assess, moved, candidate):
                 after = assess(moved.name, moved.layouts, candidate)
                 changed = f"{moving(moved.layouts[0])} {flags_for(training, candidate, flags)}".rstrip()
-                return changed + _cost_text(description, entry, after)
+                saved = (entry.needed_bytes - after.needed_bytes) / 1e9
+                times = entry.tokens_per_s / after.tokens_per_s
+                return f"{changed} ({description}: {saved:,.1f} GB less on each GPU, {times:.2f}x the time)"
     num_nodes = assess.machine.cluster.num_nodes
     while entry.layouts[0].optimizer == "world" and num_nodes < MOST_NODES:
         num_nodes *= 2
@@ -311,12 +312,6 @@ def on_host(layout: Layout) -> Iterator[Layout]:
     except ConfigurationError:
         return
     yield moved
-
-
-def _cost_text(description: str, before: Assessment, after: Assessment) -> str:
-    saved = (before.needed_bytes - after.needed_bytes) / 1e9
-    times = before.tokens_per_s / after.tokens_per_s
-    return f" ({description}: {saved:,.1f} GB less on each GPU, {times:.2f}x the time)"
 
 
 def _fits(assess: Assessor, entry: Assessment, training: Training) -> bool:

@@ -39,8 +39,6 @@ TIGHT_GAIN = 0.05
 HOST_GAIN = 0.05
 # A plan this close to the fastest counts as equally fast; the simpler of the two is then preferred.
 TIE = 0.01
-
-
 # The trainings to try, in lists: from each list, a preset takes the first training that fits.
 Choice = tuple[tuple[Training, ...], ...]
 
@@ -73,12 +71,11 @@ def assess_best(assess: Assessor, name: str, layouts: Sequence[Layout], choice: 
 
 
 def presets(assess: Assessor, choice: Choice, only_exact: bool = False, has_disk: bool = True) -> Iterator[Assessment]:
+    is_fsdp2 = choice[0][0].engine == "fsdp2"
     for name, layout in PRESETS.items():
-        if only_exact and not layout.is_exact:
-            continue
-        if (choice[0][0].engine == "fsdp2" and name not in FSDP2_HAS) or (layout.uses_disk and not has_disk):
-            continue
-        yield assess_best(assess, name, [layout] * len(assess.unit_names), choice)
+        lacks_disk, is_unknown = layout.uses_disk and not has_disk, is_fsdp2 and name not in FSDP2_HAS
+        if not (lacks_disk or is_unknown or (only_exact and not layout.is_exact)):
+            yield assess_best(assess, name, [layout] * len(assess.unit_names), choice)
 
 
 def mixtures(assess: Assessor, found: Mapping[str, Assessment], choice: Choice) -> Iterator[Assessment]:

@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from .work.probe import Forward
 
 Planned = Union[str, Mapping[str, Any], ModelShape, StatesOnly, "nn.Module"]
-
-
 _FACTS = ("name", "num_params", "layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "vocab", "tied", "code")
 
 
@@ -62,8 +60,7 @@ def model_of(model: Planned) -> "ModelShape | StatesOnly | Built | nn.Module":
 
 def _of_config(config: str | Mapping[str, Any]) -> ModelShape | Built:
     name, read = read_config(config)
-    why = why_no_shape(read)
-    if not why:
+    if not (why := why_no_shape(read)):
         return shape_of_config(config)
     module = module_of_config(name, read, why)
     return Built(name, module, num_positions_in(module))

@@ -97,11 +97,10 @@ def run_agent(settings: Settings, num_ranks_here: int, task: Task) -> int:
         except SignalException as ended:
             return watcher.code or 128 + ended.sigval
         except ChildFailedError as failed:
-            if watcher.code is not None:
-                return watcher.code
             # A rank that has refused to run is the cause: the others failed because it left.
-            if watcher.refusal is not None:
-                return watcher.refusal
+            code = watcher.refusal if watcher.code is None else watcher.code
+            if code is not None:
+                return code
             reported = {f.local_rank: (rank, f.exitcode) for rank, f in failed.failures.items()}
             say(first_failure([*watcher.ranks.values()], reported, host))
             if max_nodes > 1:
@@ -133,9 +132,7 @@ class _Notes(LogsSpecs):
 
     def __init__(self, folder: Path, on_start: Callable[[Path, int], None]) -> None:
         super().__init__()
-        self._folder = folder
-        self._on_start = on_start
-        self._num_starts = 0
+        self._folder, self._on_start, self._num_starts = folder, on_start, 0
 
     @property
     def root_log_dir(self) -> str:
@@ -213,9 +210,7 @@ class _Signed(RendezvousBackend):
     """Another backend, with a signature in front of every state; a state without it is refused."""
 
     def __init__(self, inner: RendezvousBackend, key: Path) -> None:
-        self._inner = inner
-        self._file = key
-        self._key = key.read_bytes()
+        self._inner, self._file, self._key = inner, key, key.read_bytes()
 
     @property
     def name(self) -> str:
@@ -236,31 +231,25 @@ class _Signed(RendezvousBackend):
         signature, state = signed[:SIGNATURE_BYTES], signed[SIGNATURE_BYTES:]
         if not hmac.compare_digest(signature, self._sign(state)):
             raise RendezvousStateError(
-                f"what is written there is not signed with {self._file}: a machine has another folder under that "
-                "name, or somebody else writes to that port"
+                f"a state is not signed with {self._file}: that folder differs between machines, or others use the port"
             )
         return state
 
 
 def _signed(params: RendezvousParameters) -> RendezvousHandler:
-    backend, store = _listening_at_its_address(params) or create_backend(params)
-    return create_handler(store, _Signed(backend, Path(params.config["key"])), params)
-
-
-def _listening_at_its_address(params: RendezvousParameters) -> tuple[RendezvousBackend, Store] | None:
-    """If the endpoint is an address of this machine, make a store that listens only there.
-
-    None for a name, which may stand for other addresses here than elsewhere; and for the address of another machine.
-    """
+    """Make a handler. If the endpoint is an address of this machine, its store listens only there."""
     host, port = parse_rendezvous_endpoint(params.endpoint, default_port=29400)
+    store: Store
+    backend: RendezvousBackend
     try:
-        ipaddress.ip_address(host)
         if params.get_as_bool("is_host") is False:
-            return None
+            raise ValueError("the store is on another machine")
+        ipaddress.ip_address(host)  # not a name, which may stand for other addresses here than elsewhere
         store = loopback.store_at(host, port)
+        backend = C10dRendezvousBackend(store, params.run_id)
     except (ValueError, OSError):
-        return None
-    return C10dRendezvousBackend(store, params.run_id), store
+        backend, store = create_backend(params)
+    return create_handler(store, _Signed(backend, Path(params.config["key"])), params)
 
 
 rendezvous_handler_registry.register(ALONE, _Alone)

@@ -23,7 +23,7 @@ from .models.weights import names_of
 from .offload import check_strategy, offload_of
 from .optimizers import check_optimizer
 from .run_folder import AUTO as AUTO_RESUME
-from .run_folder import DATA, LATEST, run_folder
+from .run_folder import DATA, LATEST, run_folder, writing_to
 from .settings import Batching, Settings, batching_of
 
 DEFAULT_SEQ_LENGTH = 2048
@@ -53,11 +53,8 @@ def look_ahead(settings: Settings, num_ranks: int, say: Callable[[str], None]) -
     made = [place for place in (data, *data.parents) if not place.exists()]
     before = set(data.glob("*"))
     try:
-        try:
+        with writing_to(data.parent):
             data.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            why = error.strerror or error
-            raise ConfigurationError(f"output_dir {data.parent}: cannot be written: {why}") from error
         prepared = prepare(settings, checked.tokenizer, data, say, checked.facts.vocab_size)
         samples, _ = open_samples(settings, checked.tokenizer, prepared, checked.seq_length, say)
         require_targets(samples, say)
@@ -96,8 +93,8 @@ def require_targets(samples: Samples, say: Callable[[str], None]) -> None:
     num_empty = numbers.count(0)
     if num_empty == len(numbers):
         raise ConfigurationError(
-            f"no sample of {samples.windows.seq_length} tokens holds anything to train on: prompts are longer than "
-            "seq_length; make it longer"
+            f"no sample of {samples.windows.seq_length} tokens holds anything to train on: prompts are longer; "
+            "make seq_length longer"
         )
     if num_empty:
         say(f"{num_empty / len(numbers):.0%} of the samples hold nothing to train on: prompts longer than seq_length?")
@@ -117,8 +114,7 @@ def check_all(settings: Settings, num_ranks: int) -> Checked:
     facts = check(settings)
     if facts.folder is not None and not settings.train_file and settings.dataset is None:
         raise ConfigurationError(
-            f"model {settings.model}: no data is named, and Python's manual is only for trying out the in-tree shapes: "
-            "give --train-file or --dataset"
+            f"model {settings.model}: no data is named: give --train-file or --dataset (in-tree shapes have a default)"
         )
     tokenizer = tokenizer_for(facts.tokenizer)
     require_vocabulary(facts, tokenizer.vocab_size)

@@ -14,15 +14,13 @@ from functools import partial
 from ..base.errors import ConfigurationError, MemoryExceededError, did_you_mean, printable_lines
 from ..base.processes import cpu_limit
 from . import cluster, signals
-from .run_folder import LOGS, choose, oom_reports, run_folder
+from .run_folder import LOGS, choose, oom_reports, run_folder, writing_to
 from .settings import Settings, num_nodes
 
 ENTRY = "shardwise.trainer.run:run_rank"
 # Settings of this launcher. They are refused if torchrun or srun has started the ranks.
 LAUNCH_SETTINGS = ("nnodes", "node_rank", "rdzv_backend", "rdzv_endpoint", "rdzv_id", "max_restarts")
 BACKENDS = ("c10d", "static", "etcd", "etcd-v2")
-
-
 Check = Callable[[Settings, int], None]
 
 
@@ -63,10 +61,8 @@ def _start_ranks(settings: Settings, origin: Mapping[str, str], entry: str, chec
     settings = replace(settings, output_dir=str(folder))
     check(settings, num_ranks * min_nodes)
     logs = folder.absolute() / LOGS
-    try:
+    with writing_to(folder):
         logs.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigurationError(f"output_dir {settings.output_dir}: cannot be written: {error.strerror}") from error
     _set_threads(num_ranks)
     # Otherwise restarted ranks use the store of the crashed ranks, and read outdated addresses in it.
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
@@ -99,8 +95,7 @@ def ranks_here(settings: Settings) -> int:
         raise ConfigurationError("device: cuda, but torch sees no GPU here; leave it out to run on the CPU")
     if num_gpus and settings.nproc_per_node is not None and settings.nproc_per_node > num_gpus:
         raise ConfigurationError(
-            f"nproc_per_node: {settings.nproc_per_node}, but each rank needs a GPU and this machine has {num_gpus}; "
-            f"ask for at most {num_gpus}, or for device cpu"
+            f"nproc_per_node: {settings.nproc_per_node}, but this machine has {num_gpus} GPUs; use fewer, or device cpu"
         )
     return settings.nproc_per_node or num_gpus or 2
 
@@ -111,16 +106,6 @@ def _run_as_rank(settings: Settings, origin: Mapping[str, str], entry: str, vari
         variables["OMP_NUM_THREADS"] = os.environ["SLURM_CPUS_PER_TASK"]
     for name, value in variables.items():
         os.environ.setdefault(name, value)
-    _refuse_launch_settings(settings, origin)
-    _set_threads(int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
-    signals.listen(has_launcher=False)
-    from .rank import call
-
-    return call(entry, settings.to_json())
-
-
-def _refuse_launch_settings(settings: Settings, origin: Mapping[str, str]) -> None:
-    """Refuse settings that only our own launcher can apply: there is no silent fallback."""
     is_torchrun = "TORCHELASTIC_RUN_ID" in os.environ or not cluster.is_step(os.environ)
     launcher = "torchrun" if is_torchrun else "srun"
     started, wanted = os.environ.get("LOCAL_WORLD_SIZE"), settings.nproc_per_node
@@ -130,14 +115,18 @@ def _refuse_launch_settings(settings: Settings, origin: Mapping[str, str]) -> No
             "ranks on this machine; say it there, and leave nproc_per_node out"
         )
     default = Settings()
-    for name in LAUNCH_SETTINGS:
+    for name in LAUNCH_SETTINGS:  # only our own launcher can apply them: there is no silent fallback
         value, where = getattr(settings, name), origin.get(name, "default")
         # A value equal to the default is accepted: the config.json of a run contains all settings.
         if where != "default" and value != getattr(default, name):
             raise ConfigurationError(
-                f"{name}: {value} ({where}), but {launcher} has started the ranks, and decides that; say it there, "
-                f"and leave {name} out"
+                f"{name}: {value} ({where}), but {launcher} has started the ranks: say it there, and leave {name} out"
             )
+    _set_threads(int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    signals.listen(has_launcher=False)
+    from .rank import call
+
+    return call(entry, settings.to_json())
 
 
 def _with_slurm(settings: Settings, origin: Mapping[str, str]) -> Settings:
@@ -163,19 +152,18 @@ def _check_rendezvous(settings: Settings, min_nodes: int, max_nodes: int) -> Non
         return
     if settings.rdzv_endpoint is None:
         raise ConfigurationError(
-            f"nnodes: {settings.nnodes}, but no place to meet: give every machine the same --rdzv-endpoint HOST:PORT, "
-            "HOST being one of them"
+            f"nnodes: {settings.nnodes}, but no place to meet: give every machine the same --rdzv-endpoint "
+            "HOST:PORT, HOST being one of them"
         )
     if settings.output_dir is None:
         raise ConfigurationError(
-            f"nnodes: {settings.nnodes}, but no output_dir, and each machine would make a run folder of its own: give "
-            "all of them the same --output-dir, where all can write"
+            f"nnodes: {settings.nnodes}, but no output_dir: give all machines one --output-dir, where all can write"
         )
     if settings.rdzv_backend == "static":
         if settings.node_rank is None or min_nodes != max_nodes:
             raise ConfigurationError(
-                f"rdzv_backend: static, with nnodes {settings.nnodes} and node_rank {settings.node_rank}: it needs a "
-                "fixed number of machines and the place of this one, --node-rank 0 and so on"
+                f"rdzv_backend: static, nnodes {settings.nnodes}, node_rank {settings.node_rank}: it needs a fixed "
+                "number of machines and the place of this one, --node-rank 0 and so on"
             )
         if not settings.rdzv_endpoint.rpartition(":")[2].isdecimal():
             raise ConfigurationError(f"rdzv_endpoint: {settings.rdzv_endpoint}, but static needs a port: HOST:PORT")
@@ -183,6 +171,5 @@ def _check_rendezvous(settings: Settings, min_nodes: int, max_nodes: int) -> Non
 
 def _set_threads(num_ranks: int) -> None:
     """Divide the machine's cores among its ranks. Torch reads OMP_NUM_THREADS when it is imported."""
-    limit = cpu_limit()
-    cores = min(len(os.sched_getaffinity(0)), limit or float("inf"))
+    cores = min(len(os.sched_getaffinity(0)), cpu_limit() or float("inf"))
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, int(cores // num_ranks))))

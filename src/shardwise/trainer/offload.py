@@ -42,16 +42,12 @@ def offload_of(words: Sequence[str], wire: Sequence[str] = ()) -> Offload:
     found = [_read(word) for word in words]
     folders = list(dict.fromkeys(folder for _, folder in found if folder))
     if len(folders) > 1:
-        raise ConfigurationError(
-            f"offload: folders {folders[0]!r} and {folders[1]!r}: all state on disk is in one; name one of them"
-        )
+        raise ConfigurationError(f"offload: folders {folders[0]!r} and {folders[1]!r}: name one, for all state on disk")
     moves = [move for move, _ in found if move]
     for word in wire:
         what, _, codec = word.partition("=")
         if not codec:
-            raise ConfigurationError(
-                f"wire {word!r} does not say what is sent as what; write params=int8 or grads=int4:feedback"
-            )
+            raise ConfigurationError(f"wire {word!r} names no format; write params=int8 or grads=int4:feedback")
         if what not in ENCODABLE:
             raise ConfigurationError(f"wire {word!r}: {what!r} cannot be encoded; {did_you_mean(what, ENCODABLE)}")
         moves.append(f"{what}_as={codec}")
@@ -66,8 +62,7 @@ def _read(word: str) -> tuple[str, str]:
     if not equals:
         if place != "disk" or not rest:
             raise ConfigurationError(
-                f"offload {word!r} does not say what goes where; write optimizer=host or params=disk:/nvme, and "
-                "disk:/nvme for the folder alone"
+                f"offload {word!r} does not say what goes where; write optimizer=host, params=disk:/nvme or disk:/nvme"
             )
         return "", rest
     part, _, folder = rest.partition(":")
@@ -75,8 +70,7 @@ def _read(word: str) -> tuple[str, str]:
         part, folder = "", rest
     if folder and place != "disk":
         raise ConfigurationError(
-            f"offload {word!r}: {folder!r} is no part, as in optimizer=host:0.6, and only a disk has a folder, as in "
-            "params=disk:/nvme"
+            f"offload {word!r}: {folder!r} is no part (optimizer=host:0.6) and no folder of a disk (params=disk:/nvme)"
         )
     return f"{what}={place}" + (f":{part}" if part else ""), folder
 

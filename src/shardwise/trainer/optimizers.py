@@ -38,9 +38,7 @@ def optimizer_for(model: nn.Module, settings: Settings) -> torch.optim.Optimizer
 def check_optimizer(settings: Settings) -> None:
     """Refuse an optimizer that is not installed."""
     if settings.optimizer == "adamw8bit" and find_spec("torchao") is None:
-        raise ConfigurationError(
-            "optimizer adamw8bit needs torchao, which is not installed: pip install 'shardwise[eight-bit]'"
-        )
+        raise ConfigurationError("optimizer adamw8bit needs torchao: pip install 'shardwise[eight-bit]'")
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:

@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from multiprocessing.resource_tracker import ensure_running
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import Any, Self
+from typing import Self
 
 from ..base.processes import state_of
 from .rank import WRITE_STACK, Note, read_notes, stack_of
@@ -49,12 +49,13 @@ MAX_KILLED_SHOWN = 4
 NOTICED_S = 5 * POLL_S
 # Start of a failure's text that one rank has sent to all: any of them may have raised it first.
 _RAISED_BY = re.compile(r"rank (\d+): ")
+_IGNORE: Callable[..., None] = lambda *_: None  # noqa: E731  a handler, unlike SIG_IGN, lets the number reach the pipe
 
 
 @dataclass(slots=True)
 class WatchedRank:
     note: Note
-    is_asked: bool = False  # it got a request to stop
+    is_requested: bool = False  # it got a request to stop
     is_killed: bool = False  # by the watcher
     where: str = ""  # its stack when it was killed
     gone_s: float | None = None
@@ -74,19 +75,16 @@ class WatchedRank:
 class RankWatcher:
     """Raises `stop_agent` in the main thread when the ranks have to be killed; `code` is then the exit code."""
 
-    def __init__(
-        self, say: Callable[[str], None], stop_agent: Exception, timeout_s: float, temporary_folder: Path
-    ) -> None:
+    def __init__(self, say: Callable[[str], None], stop_agent: Exception, timeout_s: float, folder: Path) -> None:
         self.code: int | None = None
         self._timeout_s = timeout_s
-        self._temporary_folder = temporary_folder
+        self._temporary_folder = folder
         self._turned_s = time.monotonic()
         self._late_s = self._stopped_s = 0.0
         self.ranks: dict[int, WatchedRank] = {}
-        self._say = say
-        self._stop_agent = stop_agent
+        self._say, self._stop_agent = say, stop_agent
         self._folder: Path | None = None
-        self._asked: int | None = None
+        self._requested: int | None = None  # the exit code with which the ranks have to stop
         self._trouble = ""
         self._grace_end_s = float("inf")
         self._closing = threading.Event()
@@ -106,7 +104,7 @@ class RankWatcher:
         self._pipe = os.pipe()
         os.set_blocking(self._pipe[1], False)
         self._old_pipe = signal.set_wakeup_fd(self._pipe[1])
-        self._old = {number: signal.signal(number, _nothing) for number in self._signals}
+        self._old = {number: signal.signal(number, _IGNORE) for number in self._signals}
         self._old[signal.SIGUSR2] = signal.signal(signal.SIGUSR2, self._end_agent)
         self._thread.start()  # before the mask, which it would inherit
         ensure_running()  # started later, with the ranks, it would unblock SIGINT and SIGTERM
@@ -114,7 +112,7 @@ class RankWatcher:
         return self
 
     def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
-        signal.signal(signal.SIGUSR2, _nothing)  # nothing is left to end
+        signal.signal(signal.SIGUSR2, _IGNORE)  # nothing is left to end
         self._closing.set()
         self._thread.join()
         for number, handler in self._old.items():
@@ -145,15 +143,15 @@ class RankWatcher:
             self._check()
 
     def _handle(self, number: signal.Signals) -> None:
-        if number == signal.SIGINT and self._asked == INTERRUPTED:
+        if number == signal.SIGINT and self._requested == INTERRUPTED:
             self._end(INTERRUPTED, "interrupted twice: the ranks are killed, and nothing is saved")
         elif self._folder is None:
             self._end(INTERRUPTED if number == signal.SIGINT else TERMINATED, f"{number.name} before any rank ran")
         elif number == signal.SIGINT:
-            self._asked = INTERRUPTED
+            self._requested = INTERRUPTED
             self._say("stopping after this step, with a checkpoint; Ctrl-C again ends it at once, without one")
-        elif self._asked is None:
-            self._asked = TERMINATED
+        elif self._requested is None:
+            self._requested = TERMINATED
             self._say(f"{number.name}: stopping after this step, with a checkpoint")
 
     def _check(self) -> None:
@@ -164,7 +162,11 @@ class RankWatcher:
         for rank in self.ranks.values():
             if rank.gone_s is None:
                 self._update(rank)
-        grace_s = self._grace_s()
+        grace_s: float | None = None  # seconds that the running ranks may still take; None: no limit
+        if any(rank.has_crashed for rank in self.ranks.values()):
+            grace_s = AFTER_A_DEATH_S
+        elif self.refusal is not None:
+            grace_s = AFTER_A_REFUSAL_S
         if grace_s is not None:
             self._grace_end_s = min(self._grace_end_s, time.monotonic() + grace_s)
         if time.monotonic() > self._grace_end_s:
@@ -182,20 +184,14 @@ class RankWatcher:
         if gone is not None:
             rank.gone_s = time.time()
             rank.status = gone.si_status if gone.si_code == os.CLD_EXITED else -gone.si_status
-        elif self._asked is not None and not rank.is_asked and not rank.has_ended:
-            rank.is_asked = True
-            _send(rank, REQUEST_SIGNALS[self._asked])
+        elif self._requested is not None and not rank.is_requested and not rank.has_ended:
+            rank.is_requested = True
+            _send(rank, REQUEST_SIGNALS[self._requested])
 
     @property
     def refusal(self) -> int | None:
         """Exit code of a rank that has refused to run, if there is one."""
         return next((rank.note.code for rank in self.ranks.values() if rank.note.code in REFUSALS), None)
-
-    def _grace_s(self) -> float | None:
-        """Seconds that the running ranks may still take; None: no limit."""
-        if any(rank.has_crashed for rank in self.ranks.values()):
-            return AFTER_A_DEATH_S
-        return None if self.refusal is None else AFTER_A_REFUSAL_S
 
     def _watch_late_ranks(self) -> None:
         """End ranks that still run long after another has ended normally."""
@@ -270,10 +266,6 @@ def _send(rank: WatchedRank, number: signal.Signals) -> None:
 def _is_stopped(rank: WatchedRank) -> bool:
     """Return whether a signal has stopped it; a debugger does not count."""
     return state_of(rank.note.pid) == "T"
-
-
-def _nothing(*_: Any) -> None:
-    """Handle a signal, so that its number reaches the pipe."""
 
 
 def first_failure(ranks: Sequence[WatchedRank], reported: Mapping[int, tuple[int, int]], host: str) -> str:

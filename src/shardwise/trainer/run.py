@@ -53,6 +53,7 @@ from .run_folder import (
     require_still_there,
     resume_candidates,
     run_folder,
+    writing_to,
 )
 from .run_plan import RunPlan, draft, plan_before, plan_of, write_plan
 from .run_state import Run, data_identity
@@ -137,11 +138,10 @@ def _write_divergence(run: Run, ending: Ending) -> Path:
     place = run.folder / "diverged"
     if run.is_first:
         place.mkdir(parents=True, exist_ok=True)
+        last_steps = [{key: json_number(value) for key, value in asdict(step).items()} for step in run.records.last]
         report = {
             "complaint": ending.complaint,
-            "last_steps": [
-                {name: json_number(value) for name, value in asdict(step).items()} for step in run.records.last
-            ],
+            "last_steps": last_steps,
             "samples": run.samples_of(run.records.last[-1].step - 1),
             "parameters_not_finite": names,
         }
@@ -299,8 +299,7 @@ def _num_steps(settings: Settings, checked: Checked, samples: Samples, resumed: 
     before = resumed.global_batch_size or batching.global_size
     if settings.global_batch_size is None and before != batching.global_size:
         raise ConfigurationError(
-            f"the checkpoint was trained with a global batch of {before} samples, now it would be {batching}: say "
-            "which with --global-batch-size"
+            f"the checkpoint has a global batch of {before} samples, now it is {batching}: set --global-batch-size"
         )
     if num_steps is None:
         epochs = 1.0 if settings.num_train_epochs is None else settings.num_train_epochs
@@ -308,8 +307,7 @@ def _num_steps(settings: Settings, checked: Checked, samples: Samples, resumed: 
         num_steps = first_step + max(-int(-left // batching.global_size), 0)
     if num_steps < first_step:
         raise ConfigurationError(
-            f"max_steps {num_steps}, but the checkpoint {settings.resume_from_checkpoint} has {first_step} steps "
-            "already: ask for more"
+            f"max_steps {num_steps}, but {settings.resume_from_checkpoint} has {first_step} steps already: ask for more"
         )
     return num_steps
 
@@ -325,11 +323,9 @@ def _warn_of_steps(settings: Settings, resumed: Resumed, num_steps: int, say: Sa
 
 def _take_folder(settings: Settings, resumed: Resumed, planned: RunPlan) -> None:
     folder = claim(settings)
-    try:
+    with writing_to(folder):
         write_plan(folder, planned, resumed.step)
         left = go_on_from(folder / CHECKPOINTS, resumed.step)
-    except OSError as error:
-        raise ConfigurationError(f"{folder}: cannot be written: {error.strerror or error}") from error
     if left is not None:
         print(f"later checkpoints of this run are moved to {left}", flush=True)
 

@@ -14,6 +14,8 @@ logs/           output of all ranks but the first
 import dataclasses
 import errno
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -39,10 +41,7 @@ def choose(settings: Settings, num_restarts: int = 0) -> Settings:
     for name, kind in needed.items():
         place = folder / name
         if place.exists() and place.is_dir() != (kind == "folder"):
-            raise ConfigurationError(
-                f"output_dir {folder}: its {name} is a {'file' if kind == 'folder' else 'folder'}, where the run needs "
-                f"a {kind}; move it away, or name another output_dir"
-            )
+            raise ConfigurationError(f"output_dir {folder}: its {name} is no {kind}; move it, or name another folder")
     checkpoint = None if checkpoint is None else str(checkpoint)
     return dataclasses.replace(settings, output_dir=str(folder), resume_from_checkpoint=checkpoint)
 
@@ -62,14 +61,13 @@ def _choice(settings: Settings, num_restarts: int) -> tuple[Path, Path | str | N
         runs = _runs() if folder is None else [folder]
         if not runs:
             raise CheckpointError(
-                f"resume_from_checkpoint latest: no run in {RUNS}/ has a complete checkpoint; say which folder with "
-                "--output-dir"
+                f"resume_from_checkpoint latest: no run in {RUNS}/ has a complete checkpoint; name a --output-dir"
             )
         checkpoint = latest(runs[-1] / CHECKPOINTS)
         if checkpoint is None:
             raise CheckpointError(
-                f"resume_from_checkpoint latest: {runs[-1] / CHECKPOINTS} holds no complete checkpoint; name a "
-                "checkpoint's folder, or use auto, which begins where there is none"
+                f"resume_from_checkpoint latest: {runs[-1] / CHECKPOINTS} holds no complete checkpoint; name one, or "
+                "use auto, which begins where there is none"
             )
         return runs[-1], checkpoint
     name = Path(settings.model).stem if settings.model.endswith(".json") else Path(settings.model).name
@@ -152,13 +150,20 @@ def claim(settings: Settings) -> Path:
     config.json is a file to train with again, so it has neither the folder, which is taken, nor the checkpoint.
     """
     folder = run_folder(settings)
-    try:
+    with writing_to(folder):
         folder.mkdir(parents=True, exist_ok=True)
         again = dataclasses.replace(settings, output_dir=None, resume_from_checkpoint=None)
         replace_file(folder / CONFIG, again.to_json() + "\n")
+    return folder
+
+
+@contextmanager
+def writing_to(folder: Path) -> Iterator[None]:
+    """Turn an error of the disk into one about the run folder."""
+    try:
+        yield
     except OSError as error:
         raise ConfigurationError(f"output_dir {folder}: cannot be written: {error.strerror or error}") from error
-    return folder
 
 
 def oom_reports(folder: Path) -> list[dict[str, Any]]:
@@ -231,8 +236,7 @@ def _require_readable(resume: str, checkpoint: Path) -> None:
         open_checkpoint(checkpoint)
     except CheckpointError as error:
         raise CheckpointError(
-            f"resume_from_checkpoint {resume}: {error}; give a folder like runs/NAME/checkpoints/step-000100, or "
-            "'latest'"
+            f"resume_from_checkpoint {resume}: {error}; give 'latest', or a folder as runs/NAME/checkpoints/step-000100"
         ) from error
 
 

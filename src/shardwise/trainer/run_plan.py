@@ -85,9 +85,6 @@ class Draft:
     note: str
     clips: bool  # the norm of the gradients is computed, to clip them or to show it
 
-    def assessor(self, machine: Machine) -> Assessor:
-        return Assessor(self.subject, machine, clips=self.clips)
-
 
 def draft(
     built: Built, settings: Settings, batching: Batching, seq: int, optimizer: Any, machine: Machine | None
@@ -151,7 +148,7 @@ def plan_before(draft: Draft, settings: Settings) -> RunPlan | None:
     """Plan a strategy that was named, before the model is sharded."""
     if draft.machine is None:
         return None
-    assess, strategy = draft.assessor(draft.machine), _strategy(settings)
+    assess, strategy = Assessor(draft.subject, draft.machine, clips=draft.clips), _strategy(settings)
     entry = assess(_name(strategy), layouts_for(strategy, assess.unit_names), draft.training)
     return RunPlan(entry, assess, draft.note)
 
@@ -160,14 +157,14 @@ def plan_of(draft: Draft, model: nn.Module, settings: Settings) -> RunPlan:
     """Plan the sharded model that runs."""
     engine, training, chosen = engine_of(model), draft.training, chosen_plan(model)
     host, units = engine.host, engine.schedule.units
-    others: tuple[Assessment, ...] = ()
-    if draft.machine is not None:
-        assess, name, why = draft.assessor(draft.machine), _name(_strategy(settings)), ""
-    else:
+    machine, name, why = draft.machine, _name(_strategy(settings)), ""
+    found: tuple[Assessment, ...] = ()
+    if machine is None:
         assert chosen is not None
         assert chosen.recommended is not None
-        assess, name, why = draft.assessor(chosen.machine), chosen.recommended.name, chosen.why
-        others = tuple(assess(entry.name, entry.layouts, training) for entry in chosen.found if entry.name != name)
+        machine, name, why, found = chosen.machine, chosen.recommended.name, chosen.why, chosen.found
+    assess = Assessor(draft.subject, machine, clips=draft.clips)
+    others = tuple(assess(entry.name, entry.layouts, training) for entry in found if entry.name != name)
     entry = _as_it_runs(assess(name, [unit.layout for unit in units], training), engine, draft.clips)
     # The state as `sw.memory` plans it, and all buffers.
     state = state_bytes([flat for unit in units for flat in unit.flats], training.num_moments)

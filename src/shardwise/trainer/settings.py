@@ -35,16 +35,8 @@ class Lora:
             raise ConfigurationError(f"lora.dropout: {self.dropout:g} must be at least 0 and below 1")
 
 
-def setting(
-    panel: str,
-    default: Any,
-    help: str,  # noqa: A002, as in typer
-    *,
-    least: float | None = None,
-    most: float | None = None,
-    below: float | None = None,
-) -> Any:
-    limits = {"least": least, "most": most, "below": below}
+def setting(panel: str, default: Any, help: str, **limits: float) -> Any:  # noqa: A002, as in typer
+    """Declare a setting; `limits` are keys of LIMITS."""
     return field(default=default, metadata={"panel": panel, "help": help, **limits})
 
 
@@ -56,12 +48,14 @@ def mapping(panel: str, help: str) -> Any:  # noqa: A002
 LIMITS = {"least": ("at least", operator.lt), "most": ("at most", operator.gt), "below": ("below", operator.ge)}
 MODEL, DATA, BATCH, TRAINING = "Model", "Data", "Batch", "Training"
 SHARDING, RUN, LAUNCH = "Sharding", "Run folder", "Launch"
-
-
 # Default learning rates of fine-tuning: for all weights of a pretrained model, and for adapters.
 FINE_TUNING_RATE, LORA_RATE = 2e-5, 2e-4
 DEFAULT_GLOBAL_BATCH = 16
 DEEPSPEED_SCHEDULES = ("warmup-lr", "warmup-decay-lr", "warmup-cosine-lr")
+SETTINGS_OF_SCHEDULES = {
+    "decay_steps": ("wsd",),
+    **dict.fromkeys(("warmup_type", "warmup_min_ratio", "schedule_steps"), DEEPSPEED_SCHEDULES),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,24 +141,24 @@ class Settings:
 
     def __post_init__(self) -> None:
         """Refuse values that are wrong whatever the model and the data are."""
+        defaults = {entry.name: entry.default for entry in dataclasses.fields(self)}
         for entry in dataclasses.fields(self):
             value, limits = getattr(self, entry.name), entry.metadata
             if isinstance(value, int | float):
                 if not math.isfinite(value):
                     raise ConfigurationError(f"{entry.name}: {value} is not a finite number")
                 for name, (words, is_outside) in LIMITS.items():
-                    if limits[name] is not None and is_outside(value, limits[name]):
+                    if name in limits and is_outside(value, limits[name]):
                         raise ConfigurationError(f"{entry.name}: {value} must be {words} {limits[name]:g}")
         if self.train_file and self.dataset:
             raise ConfigurationError(
-                f"train_file {', '.join(self.train_file)} and dataset {self.dataset}: the data comes from one of them"
+                f"train_file {', '.join(self.train_file)} and dataset {self.dataset}: leave one out"
             )
         if self.num_train_epochs == 0:
             raise ConfigurationError("num_train_epochs: 0 trains on nothing; it must be above 0")
         if self.max_steps is not None and self.num_train_epochs is not None:
-            raise ConfigurationError(
-                f"max_steps {self.max_steps} and num_train_epochs {self.num_train_epochs:g} both say when to stop: leave one out"
-            )
+            both = f"max_steps {self.max_steps} and num_train_epochs {self.num_train_epochs:g}"
+            raise ConfigurationError(f"{both} both say when to stop: leave one out")
         if self.divergence_ratio and self.divergence_ratio <= 1:
             raise ConfigurationError(f"divergence_ratio: {self.divergence_ratio:g} must be above 1, or 0 to continue")
         for name in ("warmup_steps", "eval_steps", "save_steps"):
@@ -173,16 +167,11 @@ class Settings:
                 raise ConfigurationError(
                     f"{name}: {steps:g} is no number of steps; below 1 it is a part of all of them"
                 )
-        if self.decay_steps is not None and self.lr_scheduler_type != "wsd":
-            raise ConfigurationError(
-                f"decay_steps {self.decay_steps} belongs to lr_scheduler_type wsd, but that is {self.lr_scheduler_type}"
-            )
-        for name, unless in (("warmup_type", "linear"), ("warmup_min_ratio", 0.0), ("schedule_steps", None)):
-            if getattr(self, name) != unless and self.lr_scheduler_type not in DEEPSPEED_SCHEDULES:
-                raise ConfigurationError(
-                    f"{name} {getattr(self, name)} belongs to lr_scheduler_type {', '.join(DEEPSPEED_SCHEDULES)}, but "
-                    f"that is {self.lr_scheduler_type}"
-                )
+        for name, schedules in SETTINGS_OF_SCHEDULES.items():
+            value, schedule = getattr(self, name), self.lr_scheduler_type
+            if value != defaults[name] and schedule not in schedules:
+                needed = f"{name} {value} belongs to lr_scheduler_type {', '.join(schedules)}"
+                raise ConfigurationError(f"{needed}, but that is {schedule}")
         num_nodes(self.nnodes)
         units_asked(self.units)
         for word in self.report_to:
@@ -249,20 +238,16 @@ class Batching:
         return [samples[start : start + self.micro_size] for start in starts]
 
     def __str__(self) -> str:
-        return (
-            f"{self.global_size} = {self.num_ranks} ranks x {self.num_micro} micro-batches x {self.micro_size} samples"
-        )
+        ranks = f"{self.global_size} = {self.num_ranks} ranks"
+        return f"{ranks} x {self.num_micro} micro-batches x {self.micro_size} samples"
 
 
 def batching_of(settings: Settings, num_ranks: int) -> Batching:
     """Complete the batch sizes that were given, or refuse them with the whole equation."""
     micro, num_micro = settings.per_device_train_batch_size, settings.gradient_accumulation_steps
-    whole = settings.global_batch_size
-    if whole is None:
-        if micro is None and num_micro is None:
-            whole = DEFAULT_GLOBAL_BATCH
-        else:
-            return Batching(num_ranks, num_micro or 1, micro or 1)
+    whole = settings.global_batch_size or DEFAULT_GLOBAL_BATCH
+    if settings.global_batch_size is None and (micro is not None or num_micro is not None):
+        return Batching(num_ranks, num_micro or 1, micro or 1)
     if num_micro is None:
         num_micro = whole // (num_ranks * micro) if micro is not None else 1
     if micro is None:

@@ -24,14 +24,11 @@ class TransformerShape:
                 raise ConfigurationError(f"shape: {name} {getattr(self, name)}, but it must be at least 1")
         if self.hidden % self.heads or self.head_dim % 2:
             raise ConfigurationError(
-                f"shape: hidden {self.hidden} / heads {self.heads} is not an even whole number; "
-                "choose heads so that each has an even dim, which rotary positions turn in pairs"
+                f"shape: hidden {self.hidden} / heads {self.heads} is not an even whole number, which "
+                "rotary positions need: choose other heads"
             )
         if self.heads % self.kv_heads:
-            raise ConfigurationError(
-                f"shape: heads {self.heads} does not divide into kv_heads {self.kv_heads}; "
-                "every key-value head serves the same number of query heads"
-            )
+            raise ConfigurationError(f"shape: heads {self.heads} is no multiple of kv_heads {self.kv_heads}")
 
     @property
     def head_dim(self) -> int:

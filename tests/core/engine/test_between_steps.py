@@ -17,21 +17,20 @@ from shardwise.core.engine.guards import engine_of
 from shardwise.core.precision import PRECISIONS
 from tests.harness import Pool
 from tests.support.models import MODELS, tokens
-from tests.support.trainee import LAYOUTS, NODES, ONE_OF_EACH, Trainee, check, check_refused, features, tell_alone
+from tests.support.trainee import (
+    LAYOUTS,
+    NODES,
+    ONE_OF_EACH,
+    Block,
+    Trainee,
+    check,
+    check_refused,
+    features,
+    tell_alone,
+)
 from tests.support.training import adamw
 
 Weights = dict[str, Tensor]
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(16)
-        self.up = nn.Linear(16, 37)
-        self.down = nn.Linear(37, 16, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(self.up(self.norm(x)).tanh())
 
 
 class Stack(nn.Module):

@@ -17,21 +17,10 @@ from shardwise.core.wire.ledger import Row, add_up
 from shardwise.planner.events import step_events
 from tests.harness import Pool
 from tests.support.models import MODELS, tokens
-from tests.support.trainee import LAYOUTS, NODES, ONE_OF_EACH, Trainee, check, features
+from tests.support.trainee import LAYOUTS, NODES, ONE_OF_EACH, Block, Trainee, check, features
 from tests.support.training import adamw
 
 NUM_STEPS = 4
-
-
-class Block(nn.Module):
-    def __init__(self, width: int = 16, hidden: int = 37) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(width)
-        self.up = nn.Linear(width, hidden)
-        self.down = nn.Linear(hidden, width, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(self.up(self.norm(x)).tanh())
 
 
 class Stack(nn.Module):

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import shardwise as sw
 from tests.harness import Pool
 from tests.support.strategies import disk_for, slow_but
-from tests.support.trainee import LAYOUTS, Trainee, check, check_refused, features
+from tests.support.trainee import LAYOUTS, Block, Trainee, check, check_refused, features
 
 OFFLOADED = ["zero2_offload", "zero3_offload", "zero3+optimizer=host", "ddp+optimizer=host"]
 MAPPING = {"layers.0": "ddp", "layers.1": "zero3_offload", "layers.*": "zero3", "*": "zero2"}
@@ -22,17 +22,6 @@ HERE = [*LAYOUTS, *OFFLOADED, MAPPING]
 QUICK = ["zero1", "zero3", "zero2_offload", MAPPING]
 EACH = slow_but([QUICK], [QUICK, LAYOUTS, OFFLOADED])
 ON_NODES = ["hsdp", "hfsdp", "hpz", {"layers.0": "hsdp", "layers.*": "zero3", "*": "hsdp+optimizer=host"}]
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(16)
-        self.up = nn.Linear(16, 37)
-        self.down = nn.Linear(37, 16, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(self.up(self.norm(x)).tanh())
 
 
 class Net(nn.Module):

@@ -16,22 +16,9 @@ import shardwise as sw
 from shardwise.core.engine.guards import engine_of
 from shardwise.core.layout import Strategy
 from tests.harness import Pool
-from tests.support.trainee import LAYOUTS, NODES, ONE_OF_EACH, Trainee, check, check_refused, features
+from tests.support.trainee import LAYOUTS, NODES, ONE_OF_EACH, Block, Trainee, check, check_refused, features
 
 NUM_STEPS = 3
-
-
-class Block(nn.Module):
-    """Odd sizes, so that shards cut through parameters."""
-
-    def __init__(self, width: int = 16, hidden: int = 37) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(width)
-        self.up = nn.Linear(width, hidden)
-        self.down = nn.Linear(hidden, width, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(self.up(self.norm(x)).tanh())
 
 
 class Stack(nn.Module):

@@ -14,7 +14,7 @@ from shardwise.core.engine.guards import engine_of
 from shardwise.core.precision import PRECISIONS
 from tests.harness import Pool
 from tests.support.models import MODELS, SEQ, VOCAB, tokens
-from tests.support.trainee import LAYOUTS, NODES, ONE_OF_EACH, Told, Trainee, check, features
+from tests.support.trainee import LAYOUTS, NODES, ONE_OF_EACH, Block, Told, Trainee, check, features
 from tests.support.training import adamw
 
 NUM_STEPS = 4
@@ -44,17 +44,6 @@ def train_on_tokens(trainee: Trainee) -> list[float]:
 
 def trained_only(params: list[nn.Parameter]) -> torch.optim.Optimizer:
     return adamw([param for param in params if param.requires_grad])
-
-
-class Block(nn.Module):
-    def __init__(self, width: int = 16, hidden: int = 23) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(width)
-        self.up = nn.Linear(width, hidden)
-        self.down = nn.Linear(hidden, width, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(self.up(self.norm(x)).tanh())
 
 
 class Stack(nn.Module):

@@ -30,7 +30,7 @@ from shardwise.core.schedule import state_bytes
 from tests.core.optim.test_optimizers import OPTIMIZERS
 from tests.harness import Pool, num_open_files
 from tests.support.strategies import disk_for
-from tests.support.trainee import features
+from tests.support.trainee import Block, features
 from tests.support.training import adamw, weight_error
 
 # On the device, and with parts elsewhere.
@@ -42,17 +42,6 @@ ON_HOST = ["ddp+optimizer=host:0.5", "zero2+optimizer=host", "zero3_offload"]
 
 Story = Callable[[nn.Module, Any], Sequence[Any] | None]
 Make = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(16)
-        self.up = nn.Linear(16, 37)
-        self.down = nn.Linear(37, 16, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(self.up(self.norm(x)).tanh())
 
 
 class Stack(nn.Module):

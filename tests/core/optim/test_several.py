@@ -13,24 +13,13 @@ from torch import Tensor, nn
 import shardwise as sw
 from tests.harness import Pool
 from tests.support.strategies import slow_but
-from tests.support.trainee import LAYOUTS, TOLERANCE, Trainee, check, check_refused, features
+from tests.support.trainee import LAYOUTS, TOLERANCE, Block, Trainee, check, check_refused, features
 from tests.support.training import weight_error
 
 ELSEWHERE = ["zero2_offload", "zero3_offload", "zero3+optimizer=host:0.5", {"*.0": "ddp", "*.1": "zero3", "*": "zero2"}]
 ON_NODES = ["hsdp", "hfsdp", "hpz"]
 QUICK = ["ddp", "zero3", "zero2_offload", ELSEWHERE[-1]]
 EACH = slow_but([QUICK], [QUICK, LAYOUTS, ELSEWHERE])
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(16)
-        self.up = nn.Linear(16, 37)
-        self.down = nn.Linear(37, 16, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(self.up(self.norm(x)).tanh())
 
 
 class Pair(nn.Module):

@@ -139,10 +139,8 @@ class _Archive:
             with zipfile.ZipFile(_Window(source, offset, num_bytes)) as archive:  # type: ignore[call-overload]
                 entries = {entry.filename: entry for entry in archive.infolist()}
         except zipfile.BadZipFile as error:
-            raise CheckpointError(
-                "it is no zip archive, as torch.save writes since torch 1.6, or it was truncated: load it with the "
-                "library that wrote it, and save it again"
-            ) from error
+            what = "it is no zip archive, as torch.save writes since torch 1.6, or it was truncated"
+            raise CheckpointError(f"{what}: load it with the library that wrote it, and save it again") from error
         name = next((name for name in entries if name == "data.pkl" or name.endswith("/data.pkl")), None)
         if name is None:
             raise CheckpointError("it holds no data.pkl, so torch.save did not write it")

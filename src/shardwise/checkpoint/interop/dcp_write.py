@@ -12,15 +12,8 @@ from typing import IO, Any
 
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.filesystem import DEFAULT_SUFFIX, FileSystemWriter, _StorageInfo
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
 from torch.distributed.checkpoint.storage import WriteResult
 
 from ..index import Stored
@@ -35,7 +28,7 @@ _HOW = {"foreach": None, "capturable": False, "differentiable": False, "fused": 
 
 def write_dcp(opened: Opened, path: Path, on_bytes: OnBytes = lambda num_bytes: None) -> None:
     """Write a checkpoint; at most one part of a tensor is in memory."""
-    metadata = Metadata({}, planner_data={})
+    metadata = dcp.Metadata({}, planner_data={})
     with new_folder(path) as into, opened.reader() as reader:
         with ExitStack() as stack:
             files = _Files(into, stack)
@@ -58,7 +51,7 @@ class _Files:
         self._num = 0
         self.results: list[WriteResult] = []
 
-    def write(self, index: MetadataIndex, value: Any) -> None:
+    def write(self, index: dcp.MetadataIndex, value: Any) -> None:
         if self._file is None or self._file.tell() > MAX_FILE_BYTES:
             self._stack.close()
             self._file = self._stack.enter_context((self._folder / f"__{self._num}_0{DEFAULT_SUFFIX}").open("wb"))
@@ -91,9 +84,11 @@ def _entries(opened: Opened) -> Iterator[tuple[tuple[str | int, ...], Stored | A
             yield ("optimizer", "param_groups", number, key), tuple(value) if is_setting else value
 
 
-def _write_tensor(files: _Files, key: str, stored: Stored, reader: Reader, on_bytes: OnBytes) -> TensorStorageMetadata:
+def _write_tensor(
+    files: _Files, key: str, stored: Stored, reader: Reader, on_bytes: OnBytes
+) -> dcp.TensorStorageMetadata:
     """Write a tensor in parts of a bounded size, cut along the first dimension."""
-    described = TensorStorageMetadata(TensorProperties(stored.torch_dtype), torch.Size(stored.shape), [])
+    described = dcp.TensorStorageMetadata(dcp.TensorProperties(stored.torch_dtype), torch.Size(stored.shape), [])
     length = stored.shape[0] if stored.shape else 1
     row_elems = stored.num_elems // max(1, length)
     step = max(1, _PART_BYTES // (row_elems * stored.torch_dtype.itemsize)) if row_elems else max(1, length)
@@ -102,16 +97,16 @@ def _write_tensor(files: _Files, key: str, stored: Stored, reader: Reader, on_by
         shape = (min(step, length - first), *stored.shape[1:]) if stored.shape else ()
         row = torch.empty(torch.Size(shape).numel(), dtype=stored.torch_dtype)
         reader.read(stored, first * row_elems, row)
-        files.write(MetadataIndex(key, offsets, len(described.chunks)), row.view(shape))
-        described.chunks.append(ChunkStorageMetadata(torch.Size(offsets), torch.Size(shape)))
+        files.write(dcp.MetadataIndex(key, offsets, len(described.chunks)), row.view(shape))
+        described.chunks.append(dcp.ChunkStorageMetadata(torch.Size(offsets), torch.Size(shape)))
         on_bytes(row.nbytes)
     return described
 
 
-def _write_value(files: _Files, key: str, value: Any) -> TensorStorageMetadata | BytesStorageMetadata:
+def _write_value(files: _Files, key: str, value: Any) -> dcp.TensorStorageMetadata | dcp.BytesStorageMetadata:
     if isinstance(value, Tensor):
-        files.write(MetadataIndex(key, (), 0), value)
-        whole = ChunkStorageMetadata(torch.Size(()), value.shape)
-        return TensorStorageMetadata(TensorProperties(value.dtype), value.shape, [whole])
-    files.write(MetadataIndex(key), value)
-    return BytesStorageMetadata()
+        files.write(dcp.MetadataIndex(key, (), 0), value)
+        whole = dcp.ChunkStorageMetadata(torch.Size(()), value.shape)
+        return dcp.TensorStorageMetadata(dcp.TensorProperties(value.dtype), value.shape, [whole])
+    files.write(dcp.MetadataIndex(key), value)
+    return dcp.BytesStorageMetadata()

@@ -42,30 +42,26 @@ def folder_of(path: Path) -> Path | None:
 
 def read(folder: Path) -> Index:
     with describing(folder, "what DeepSpeed wrote there") as found:
-        return _read(found)
-
-
-def _read(found: Described) -> Index:
-    sources = found.sources
-    model_files, part_files = _files(sources.folder)
-    models = [archives.load(sources.source(name)) for name in model_files]
-    parts = [archives.load(sources.source(name))["optimizer_state_dict"] for name in part_files]
-    stage = _stage(parts)
-    if stage:
-        _require_complete(models, parts, stage)
-        _add_trained(found, models[0], parts, stage)
-        _add_others(found, models, stage)
-    else:
-        add_model(found, models[0]["module"])
-        found.leave_out("the optimizer, and masters if there are any, which DeepSpeed writes without names at stage 0")
-    if type(step := models[0].get("global_steps")) is int:
-        found.extra["step"] = step
-    origin = {
-        "format": f"DeepSpeed ZeRO-{stage}" if stage else "DeepSpeed",
-        "deepspeed": version_text(models[0].get("ds_version")),
-        "ranks": str(len(parts) or 1),
-    }
-    return index_of(found, origin)
+        sources = found.sources
+        model_files, part_files = _files(sources.folder)
+        models = [archives.load(sources.source(name)) for name in model_files]
+        parts = [archives.load(sources.source(name))["optimizer_state_dict"] for name in part_files]
+        stage = _stage(parts)
+        if stage:
+            _require_complete(models, parts, stage)
+            _add_trained(found, models[0], parts, stage)
+            _add_others(found, models, stage)
+        else:
+            add_model(found, models[0]["module"])
+            found.leave_out("the optimizer, and masters if any, which DeepSpeed writes without names at stage 0")
+        if type(step := models[0].get("global_steps")) is int:
+            found.extra["step"] = step
+        origin = {
+            "format": f"DeepSpeed ZeRO-{stage}" if stage else "DeepSpeed",
+            "deepspeed": version_text(models[0].get("ds_version")),
+            "ranks": str(len(parts) or 1),
+        }
+        return index_of(found, origin)
 
 
 def _files(folder: Path) -> tuple[list[str], list[str]]:
@@ -78,10 +74,8 @@ def _files(folder: Path) -> tuple[list[str], list[str]]:
         if name is None:
             continue
         if int(name[2]):
-            raise CheckpointError(
-                f"{entry.name} is of tensor parallelism, which is not read here: convert the checkpoint to one part "
-                "with DeepSpeed's own tools"
-            )
+            what = f"{entry.name} is of tensor parallelism, which is not read here"
+            raise CheckpointError(f"{what}: convert the checkpoint to one part with DeepSpeed's own tools")
         found[name[3]][int(name[1] or 0)] = entry.name
     for kind, names in found.items():
         if sorted(names) != list(range(len(names))):
@@ -109,10 +103,8 @@ def _require_complete(models: Sequence[Any], parts: Sequence[Any], stage: int) -
     given = parts[0]["partition_count"]
     world = max(counts(given if isinstance(given, list) else [given]))
     if world != len(parts) or len(models) != (world if stage == 3 else 1):
-        raise CheckpointError(
-            f"{world} ranks wrote it, and there are {len(parts)} files of optimizer states and {len(models)} of model "
-            "states: some are missing, or are of another save"
-        )
+        files = f"{len(parts)} files of optimizer states and {len(models)} of model states"
+        raise CheckpointError(f"{world} ranks wrote it, and there are {files}: some are missing, or of another save")
 
 
 def _add_trained(found: Described, model: Any, parts: Sequence[Any], stage: int) -> None:

@@ -15,20 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ...base.errors import CheckpointError
-from ..index import (
-    DTYPES,
-    NAMES,
-    Index,
-    Kind,
-    Optimizer,
-    Piece,
-    Plain,
-    Saved,
-    Stored,
-    in_words,
-    require_sound,
-    text,
-)
+from ..index import DTYPES, NAMES, Index, Kind, Optimizer, Piece, Plain, Saved, Stored, in_words, require_sound, text
 from .archives import OpenFiles
 from .pickles import Strided
 
@@ -52,9 +39,8 @@ class Budget:
 
     def spend(self, num_runs: int, what: str) -> None:
         if num_runs > self.num_left:
-            raise CheckpointError(
-                f"{what} lies in {num_runs} places of its file, of {self.num_left} that are left: save it contiguous"
-            )
+            places = f"{num_runs} places of its file, of {self.num_left} that are left"
+            raise CheckpointError(f"{what} lies in {places}: save it contiguous")
         self.num_left -= num_runs
 
 

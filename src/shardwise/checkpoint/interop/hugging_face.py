@@ -32,10 +32,7 @@ def read(folder: Path, name: str, groups: Groups = ()) -> Index:
     """Read a folder. `name`: the file of weights, or their index. `groups`: names for an optimizer saved by number."""
     what = "PEFT adapter" if name.startswith("adapter_model") else "Hugging Face folder"
     with describing(folder, str(folder / name)) as found:
-        if name.endswith(_INDEX):
-            _add_shards(found, name)
-        else:
-            _add(found, name)
+        (_add_shards if name.endswith(_INDEX) else _add)(found, name)
         for file in _OPTIMIZERS:
             if not (folder / file).is_file():
                 continue
@@ -58,10 +55,9 @@ def _add_numbered(found: Described, given: Any, groups: Groups) -> bool:
         for key in ("exp_avg", "momentum_buffer"):
             item, weight = items.get(key), found.tensors.get(name)
             if isinstance(item, Stored) and weight is not None and item.shape != weight.shape:
-                raise CheckpointError(
-                    f"the optimizer is saved by number, and {key} of {name!r} has shape {item.shape}, the parameter "
-                    f"{weight.shape}: build the optimizer's groups in the order of the one that was saved"
-                )
+                both = f"{key} of {name!r} has shape {item.shape}, the parameter {weight.shape}"
+                fix = "build the optimizer's groups in the order of the one that was saved"
+                raise CheckpointError(f"the optimizer is saved by number, and {both}: {fix}")
     return True
 
 

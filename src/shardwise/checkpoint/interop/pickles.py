@@ -125,9 +125,8 @@ class _Unpickler(pickle._Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         full = f"{module}.{name}"
         if full not in _KNOWN:
-            raise CheckpointError(
-                f"a pickle names {full[:200]}, which is neither a tensor nor a plain container: it is not loaded"
-            )
+            what = "neither a tensor nor a plain container"
+            raise CheckpointError(f"a pickle names {full[:200]}, which is {what}: it is not loaded")
         return _KNOWN[full]
 
     def persistent_load(self, pid: Any) -> Any:

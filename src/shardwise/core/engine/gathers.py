@@ -30,7 +30,6 @@ from .updates import HostJobs
 
 # Version counter of compute parameters whose memory does not hold their weights. Otherwise the version is even.
 LOST = 1
-GATHERING = Weights.GATHERING
 
 
 @dataclass(slots=True)
@@ -82,11 +81,12 @@ class Gathers:
             unit.show_resting()
             unit.stamp(LOST)
 
-    def make_ready(self, index: int, pass_: Pass, ahead: Sequence[int] = ()) -> None:
-        """Gather a unit, start the gathers of the units `ahead`, and register the unit's compute parameters."""
+    def make_ready(self, index: int, pass_: Pass, ahead: Sequence[int] = (), computes: bool = True) -> None:
+        """Gather a unit and start the gathers of the units `ahead`. Register the unit's compute parameters, unless this
+        rank's forward does not run it."""
         self.start(index, pass_, needed_now=True)
         self._start_ahead(ahead)
-        self.show(index)
+        (self.show if computes else self.arrive)(index)
 
     def lend(self, index: int) -> None:
         """Gather a unit for a use outside its forward, into memory of its own, where it stays until the step."""
@@ -94,24 +94,16 @@ class Gathers:
         if status.slot is not None:
             self._leave_slot(status, "its weights are used outside its forward")
         status.is_lent = True
-        self.start(index, "forward", needed_now=True)
-        self.arrive(index)
-
-    def pass_by(self, index: int, ahead: Sequence[int]) -> None:
-        """Run the collectives of `make_ready` for a unit that this rank's forward does not run."""
-        self.start(index, "forward", needed_now=True)
-        self._start_ahead(ahead)
-        self.arrive(index)
+        self.make_ready(index, "forward", computes=False)
 
     def arrive(self, index: int) -> None:
         """Wait for a unit's gather, if it is in flight."""
-        if self.statuses[index].weights is GATHERING:
+        if self.statuses[index].weights is Weights.GATHERING:
             self._finish(index)
 
     def show(self, index: int) -> None:
         """Wait for a unit's gather, if it is in flight, and register its compute parameters in the modules."""
-        if self.statuses[index].weights is GATHERING:
-            self._finish(index)
+        self.arrive(index)
         self._units[index].show_compute()
 
     def _start_ahead(self, ahead: Sequence[int]) -> None:
@@ -170,8 +162,7 @@ class Gathers:
                 self._leave_slot(status, f"{blocker.plan.name!r}, which shares its memory, is computing")
             else:
                 return
-        if status.weights is GATHERING:
-            self._finish(index)
+        self.arrive(index)
         todo = status.start_gather(pass_)
         if not [gather for gather in todo if not unit.states[gather.at].flat.master_is_whole]:
             status.finish_gather()
@@ -257,8 +248,7 @@ class Gathers:
 
     def lose(self, status: UnitStatus) -> None:
         """Make a unit SHARDED: its gathered memory is about to be used by another unit, or released."""
-        if status.weights is GATHERING:
-            self._finish(status.index)
+        self.arrive(status.index)
         status.lose()
         self._units[status.index].show_resting()
         self._units[status.index].stamp(LOST)
@@ -280,7 +270,8 @@ class Gathers:
         if slot is None:
             return
         place = self.memory.slots[slot].untyped_storage().data_ptr()
-        if [tensor for tensor in outputs if tensor.layout == torch.strided and _address(tensor) == place]:
+        strided = [tensor for tensor in outputs if tensor.layout == torch.strided]
+        if place in [tensor.untyped_storage().data_ptr() for tensor in strided]:
             raise StateError(
                 f"unit {self._units[index].name!r} returns one of its own weights (or a view of it), whose memory "
                 "other weights take next: return a copy (.clone()), or choose units= so that both uses lie in one"
@@ -397,7 +388,3 @@ def _cut(memory: Tensor, sizes: Sequence[int]) -> list[Tensor]:
         parts.append(memory[start : start + num_bytes])
         start += aligned(num_bytes)
     return parts
-
-
-def _address(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()

@@ -211,7 +211,7 @@ class Engine:
         passed = self.schedule.order[self._forward_at : position]
         self._forward_at = max(self._forward_at, position + 1)
         for index in passed:
-            self.gathers.pass_by(index, self.schedule.before_forward[index])
+            self.gathers.make_ready(index, "forward", self.schedule.before_forward[index], computes=False)
             self._drop_after_forward(self.statuses[index])
 
     def end_forward(self, failed: bool) -> None:

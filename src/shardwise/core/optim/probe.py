@@ -139,20 +139,11 @@ def _train(
     def part(matrix: Tensor) -> Tensor:
         return (matrix if half is None else matrix.reshape(-1).chunk(2)[half]).clone()
 
-    trial = _trial(optimizer, groups, [[nn.Parameter(part(each)) for each in row] for row in weights])
-    params = [param for group in trial.param_groups for param in group["params"]]
-    for step_grads in grads:
-        for param, grad in zip(params, [each for row in step_grads for each in row], strict=True):
-            param.grad = part(grad)
-        type(optimizer).step(trial)
-    return trial
-
-
-def _trial(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]], params: list[list[nn.Parameter]]) -> Any:
     trial = shadow_of(optimizer)
     trial.__dict__.update(_optimizer_step_pre_hooks=OrderedDict(), _optimizer_step_post_hooks=OrderedDict())
     trial.param_groups = []
-    for group, row in zip(groups, params, strict=True):
+    for group, matrices in zip(groups, weights, strict=True):
+        row = [nn.Parameter(part(each)) for each in matrices]
         made = deepcopy({key: value for key, value in group.items() if key != "params"})
         if "lr" in group:
             # A warm-up may have set it to zero, and then every optimizer looks elementwise.
@@ -166,6 +157,11 @@ def _trial(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]], param
     for key, value in list(vars(trial).items()):
         if key not in ("param_groups", "state", "defaults"):
             vars(trial)[key] = _attribute(value, optimizer, trial, known)
+    params = [param for group in trial.param_groups for param in group["params"]]
+    for step_grads in grads:
+        for param, grad in zip(params, [each for row in step_grads for each in row], strict=True):
+            param.grad = part(grad)
+        type(optimizer).step(trial)
     return trial
 
 

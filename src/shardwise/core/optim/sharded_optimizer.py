@@ -16,16 +16,7 @@ from ..unit.carrier import Channels
 from ..unit.state import FlatState, OnDisk
 from ..wire.collectives import exchange
 from .clip import LossScaler, global_norm, require_limit, require_norm_type
-from .groups import (
-    Part,
-    UserState,
-    cut_into_parts,
-    has_hooks,
-    names_of_joining,
-    plain,
-    plain_settings,
-    shard_groups,
-)  # fmt: skip
+from .groups import Part, UserState, cut_into_parts, has_hooks, names_of_joining, plain, plain_settings, shard_groups
 from .host_updates import FlatUpdate, HostUpdates, can_be_cut, rows_of
 from .probe import refuse_unless_elementwise
 

@@ -61,12 +61,6 @@ class GradScale:
             final.mul_(self.loss_scale.to(final.device))
 
 
-def _cut(buffer: Tensor, flat: Flat) -> _Places:
-    parts = buffer.split_with_sizes(cuts(flat.intervals, flat.num_elems))
-    params = tuple(part.view(param.shape) for part, param in zip(parts[1::2], flat.params, strict=True))
-    return params, tuple(part for part in parts[::2] if part.numel())
-
-
 def sum_of_squares(row: Tensor) -> Tensor:
     """Sum squares in fp64, so that the result does not depend on how gradients are split. The copy in fp64 is made
     piece by piece in one buffer, because malloc would take a new one for each piece."""
@@ -158,7 +152,9 @@ class Gradient:
         self._buffer = buffer = grads if in_slot is None else in_slot
         key = None if in_slot is None else slot
         if key not in self._places_in:
-            self._places_in[key] = _cut(buffer, self.flat)
+            parts = buffer.split_with_sizes(cuts(self.flat.intervals, self.flat.num_elems))
+            places = [part.view(param.shape) for part, param in zip(parts[1::2], self.flat.params, strict=True)]
+            self._places_in[key] = (tuple(places), tuple(part for part in parts[::2] if part.numel()))
         self.places, self._paddings = self._places_in[key]
         adds = self.flat.depth_of_grads == 0 and self.stage == "local"
         if adds and self.flat.grads_on_host:

@@ -195,23 +195,29 @@ class FlatState:
     def start_gather(self, is_stale: bool, staged: Tensor | None, rows: Tensor | None, channels: Channels) -> HopChain:
         """Start to gather the masters of all ranks into `whole`.
 
-        `staged` holds the bytes that were read from disk; `rows` is memory for encoded bytes in flight.
+        `staged` holds the bytes that were read from disk. `rows` is memory for encoded bytes in flight, if the flat is
+        sent encoded: once, whatever the number of hops. Every rank computes with decoded values, of its own part too.
         """
-        flat, journey = self.flat, HopChain()
+        flat, carrier, journey, route = self.flat, self.carrier, HopChain(), self.flat.route(is_stale)
+        at_rest, codec = self.whole[self._rest_in_whole], None if rows is None else flat.params_codec
         if rows is not None:
-            self._go_encoded(journey, is_stale, staged, rows.view(-1, flat.row_bytes), channels)
-            journey.begin()
-            return journey
-        route = flat.route(is_stale)
-        at_rest = self.whole[self._rest_in_whole]
+            rows = rows.view(-1, flat.row_bytes)
+            at_rest = rows[self._rest_in_whole.start // flat.num_master : self._rest_in_whole.stop // flat.num_master]
         self._copy_all(route.before, staged, at_rest)
-        if is_stale:
+        if rows is not None and codec is not None and (is_stale or not flat.copy_is_encoded):
+            encode(codec, self._own_part, rows[self._own.start // flat.num_master :][:1], carrier.next_seed())
+            journey.go(carrier.row_steps(rows, flat.refresh_hops, channels))
+        elif rows is None and is_stale:
             depth = flat.depth_of_params if route.refreshed == "rest" else 0
             refreshed = self._buffer("rest", staged, at_rest) if route.refreshed == "rest" else self.whole
-            journey.go(self.carrier.steps(refreshed, depth, flat.refresh_hops, channels))
+            journey.go(carrier.steps(refreshed, depth, flat.refresh_hops, channels))
         if route.after:
             journey.do(partial(self._copy_all, route.after, staged, at_rest))
-        journey.go(self.carrier.steps(self.whole, 0, flat.gather_hops, channels))
+        if rows is not None and codec is not None:
+            journey.go(carrier.row_steps(rows, flat.gather_hops, channels))
+            journey.do(partial(decode, codec, rows, self.whole))
+        else:
+            journey.go(carrier.steps(self.whole, 0, flat.gather_hops, channels))
         journey.begin()
         return journey
 
@@ -228,35 +234,11 @@ class FlatState:
         if name == "own":
             return self._own_part
         if name == "updated":
-            return self.updated
+            # This rank's newest weights, in the compute dtype if they come from the host.
+            return self.master if self.away is None or self.away.updated is None else self.away.updated
         found = {"at_rest": at_rest, "staged": staged, "rest": self.rest, "own_in_rest": self.rest}[name]
         assert found is not None
         return found[self._master_in_rest] if name == "own_in_rest" else found
-
-    def _go_encoded(
-        self, journey: HopChain, is_stale: bool, staged: Tensor | None, rows: Tensor, channels: Channels
-    ) -> None:
-        """Gather encoded rows. They are encoded and decoded once, whatever the number of hops. Every rank computes with
-        the decoded values, of its own part too."""
-        flat, codec = self.flat, self.flat.params_codec
-        assert codec is not None
-        at_rest = flat.spans[flat.depth_of_params]
-        in_rest = rows[at_rest.start // flat.num_master : at_rest.stop // flat.num_master]
-        route = flat.route(is_stale)
-        self._copy_all(route.before, staged, in_rest)
-        if is_stale or not flat.copy_is_encoded:
-            encode(codec, self._own_part, rows[self._own.start // flat.num_master :][:1], self.carrier.next_seed())
-            journey.go(self.carrier.row_steps(rows, flat.refresh_hops, channels))
-        if route.after:
-            journey.do(partial(self._copy_all, route.after, staged, in_rest))
-        journey.go(self.carrier.row_steps(rows, flat.gather_hops, channels))
-        journey.do(partial(decode, codec, rows, self.whole))
-
-    @property
-    def updated(self) -> Tensor:
-        """This rank's newest weights, in the compute dtype if they come from the host."""
-        out = None if self.away is None else self.away.updated
-        return self.master if out is None else out
 
     def _write_to_disk(self, at_rest: Tensor) -> None:
         """Write a renewed copy at rest to disk. Only used if the optimizer is split further than the parameters."""

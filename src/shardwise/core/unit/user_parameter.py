@@ -15,7 +15,7 @@ Compute parameters are plain tensors, so a training step does not go through any
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from functools import partial
 from typing import Any, NoReturn, Protocol
 
 import torch
@@ -35,30 +35,16 @@ class Lender(Protocol):
     def was_rewritten(self) -> None: ...
 
 
-@dataclass(slots=True, eq=False)
 class Place:
     """The place of a user's parameter in its flat. `shown` is used in its place inside `sw.whole`."""
 
-    state: FlatState
-    index: int
-    lender: Lender | None = None
-    shown: nn.Parameter | None = None
-
-    @property
-    def name(self) -> str:
-        return self.state.flat.params[self.index].name
-
-    @property
-    def shape(self) -> torch.Size:
-        return torch.Size(self.state.flat.params[self.index].shape)
-
-    @property
-    def resting(self) -> nn.Parameter:
-        return self.state.resting_params[self.index]
-
-    @property
-    def compute(self) -> nn.Parameter:
-        return self.state.compute_params[self.index]
+    def __init__(self, state: FlatState, index: int) -> None:
+        self.state, self.index = state, index
+        self.name = state.flat.params[index].name
+        self.shape = torch.Size(state.flat.params[index].shape)
+        self.resting, self.compute = state.resting_params[index], state.compute_params[index]
+        self.lender: Lender | None = None
+        self.shown: nn.Parameter | None = None
 
     @property
     def is_whole(self) -> bool:
@@ -70,11 +56,6 @@ class Place:
     def whereabouts(self) -> str:
         on = {"device": "split over the ranks", "disk": "offloaded to disk"}
         return f"is {on.get(self.state.flat.master_on, 'offloaded to host memory')}"
-
-    @property
-    def whole(self) -> Tensor:
-        interval = self.state.flat.intervals[self.index]
-        return self.state.master[interval.start : interval.stop].view(self.shape)
 
     def part(self) -> Tensor:
         """This rank's part of the weight, in the memory of the master."""
@@ -271,7 +252,7 @@ class UserParameter(nn.Parameter):
         return _serve(func, args, kwargs)
 
 
-def adopt(original: nn.Parameter, place: Place) -> nn.Parameter:
+def adopt(original: nn.Parameter, place: Place) -> None:
     """Make the user's own Parameter stand for a weight at a place, and free its old memory."""
     blank = place.state.blank.expand(place.shape)
     with torch.no_grad():
@@ -283,19 +264,14 @@ def adopt(original: nn.Parameter, place: Place) -> nn.Parameter:
     original.__class__ = UserParameter
     user: Any = original
     user.place = place
-    _move_hooks(original, place.compute)
-    place.compute.requires_grad_(original.requires_grad)
-    return original
-
-
-def _move_hooks(original: nn.Parameter, compute: nn.Parameter) -> None:
-    """Move hooks to the compute parameter, where gradients come. The dicts are shared, so that handles still work."""
+    # Move hooks to the compute parameter, where gradients come. The dicts are shared, so that handles still work.
     with torch._C.DisableTorchFunctionSubclass():
         hooks, after = original._backward_hooks, original._post_accumulate_grad_hooks
         if hooks:
-            compute._backward_hooks = hooks
+            place.compute._backward_hooks = hooks
     for hook in (after or {}).values():
         _register_after(original, hook)
+    place.compute.requires_grad_(original.requires_grad)
 
 
 # They read only the shape of the second tensor.
@@ -326,12 +302,8 @@ def _serve(func: Any, args: Any, kwargs: Any) -> Any:
             refuse(target.place.name, f"was changed by {func.__name__} while the model computes with it")
     wants_grad = torch.is_grad_enabled() and not in_place
 
-    def stand_in(param: Tensor) -> Tensor:
-        return _stand_in(param, wants_grad, func.__name__)
-
-    result = func(
-        *[_replace(value, stand_in) for value in args], **{key: _replace(v, stand_in) for key, v in kwargs.items()}
-    )
+    stand_in = partial(_stand_in, wants_grad=wants_grad, what=func.__name__)
+    result = func(*_replace(list(args), stand_in), **{key: _replace(v, stand_in) for key, v in kwargs.items()})
     if not in_place:
         return result
     for target in targets:
@@ -348,7 +320,8 @@ def _stand_in(param: Any, wants_grad: bool, what: str) -> Tensor:
     if lender is not None and (lender.is_computing or (place.is_whole and wants_grad and param.requires_grad)):
         return lender.lend(place.state, place.index)
     if place.is_whole:
-        return place.whole.detach()
+        interval = place.state.flat.intervals[place.index]
+        return place.state.master[interval.start : interval.stop].view(place.shape).detach()
     if wants_grad and param.requires_grad:
         refuse(place.name, f"{place.whereabouts}, and {what} outside the forward of its unit has no gradient")
     return place.part()

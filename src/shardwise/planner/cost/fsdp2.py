@@ -103,7 +103,7 @@ def fsdp2_memory_of(
     for index in range(min(training.num_micro_batches, 2)):
         step.forward()
         step.backward(is_first=index == 0)
-    step.update()
+    step.note("update", OPTIMIZER, step.shard_bytes if step.wrapping.is_foreach else 0)
     flats = tuple(unit.flats for unit in schedule.units)
     return Memory(tuple(step.found), flats, training.num_moments, 0, tuple(step.pool_peaks))
 
@@ -279,9 +279,6 @@ class _Step(MemoryWalk):
         if not is_first:
             self.note(f"add up {name}", ACTIVATIONS, before)
             self.hold(GRADS, -group.grad_bytes, REDUCE_STREAM)
-
-    def update(self) -> None:
-        self.note("update", OPTIMIZER, self.shard_bytes if self.wrapping.is_foreach else 0)
 
 
 def _compiled(loss: Work, num_logits: int, itemsize: int) -> Work:

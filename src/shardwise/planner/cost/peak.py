@@ -11,24 +11,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from ...core.schedule import state_bytes, step_schedule
 from ...core.schedule.flat import Flat
-from ...core.schedule.state_bytes import (
-    MIN_OFFLOADED_ACTIVATION_BYTES,
-    OffDevice,
-    device_state,
-    kept_losses,
-    off_device,
-    resting_grads,
-)
-from ...core.schedule.step_schedule import (
-    NORM_ELEMS,
-    NUM_LEAVING,
-    NUM_REDUCTIONS,
-    NUM_ROW_SLOTS,
-    PART_ELEMS,
-    Schedule,
-    UnitPlan,
-)
+from ...core.schedule.step_schedule import Schedule, UnitPlan
 from ..events import Event, Move
 from ..training import Training
 from ..work.work import Work
@@ -45,7 +30,7 @@ def stowed_bytes(schedule: Schedule, works: Mapping[str, Work]) -> dict[str, int
         work = works[unit.name]
         # Of a checkpointed unit only the input is offloaded, which has the size of its output.
         num_bytes = min(work.saved_bytes, work.output_bytes) if work.recomputed else work.saved_bytes
-        if unit.layout.activations_on == "host" and num_bytes >= MIN_OFFLOADED_ACTIVATION_BYTES:
+        if unit.layout.activations_on == "host" and num_bytes >= state_bytes.MIN_OFFLOADED_ACTIVATION_BYTES:
             saved[unit.name] = num_bytes
     return saved
 
@@ -102,9 +87,9 @@ class Memory:
     pools: tuple[int, ...] = ()
 
     @cached_property
-    def away(self) -> OffDevice:
+    def away(self) -> state_bytes.OffDevice:
         """Offloaded state, and the buffers of its transfers."""
-        return off_device(self.units, self.num_moments)
+        return state_bytes.off_device(self.units, self.num_moments)
 
     @property
     def host_bytes(self) -> int:
@@ -184,13 +169,13 @@ class _Walk(MemoryWalk):
         schedule = self.schedule
         for unit, slot in zip(schedule.units, schedule.slot_of, strict=True):
             for flat in unit.flats:
-                params, optimizer = device_state(flat, training.num_moments)
+                params, optimizer = state_bytes.device_state(flat, training.num_moments)
                 self.held[PARAMS] += params
                 self.held[OPTIMIZER] += optimizer
-            self.held[GRADS] += kept_losses(unit.flats)
+            self.held[GRADS] += state_bytes.kept_losses(unit.flats)
             if slot is None and unit.layout.gathered_until == "forward":
                 self.held[GATHERED] += unit.gathered_bytes
-        self.held[GATHERED] += sum(schedule.slot_bytes) + NUM_ROW_SLOTS * schedule.row_slot_bytes
+        self.held[GATHERED] += sum(schedule.slot_bytes) + step_schedule.NUM_ROW_SLOTS * schedule.row_slot_bytes
         if training.num_micro_batches > 1:
             self.held[REDUCE] += schedule.scratch_bytes
         slots = zip(schedule.units, schedule.slot_of, strict=True)
@@ -253,19 +238,19 @@ class _Walk(MemoryWalk):
 
     def _open_for(self, unit: UnitPlan, is_last: bool) -> None:
         """Add the memory of a unit's gradients and, if needed, of a reduction slot."""
-        if unit.reduced_bytes and self.num_slots < NUM_REDUCTIONS:
+        if unit.reduced_bytes and self.num_slots < step_schedule.NUM_REDUCTIONS:
             self.num_slots += 1
             self.held[REDUCE] += self.slot_bytes
         if unit.name not in self.has_grads:
             self.has_grads.add(unit.name)
-            self.held[GRADS] += resting_grads(unit.flats)
+            self.held[GRADS] += state_bytes.resting_grads(unit.flats)
         for_host = [flat for flat in unit.flats if flat.host_updates]
         if for_host and is_last:
-            self.leaving.append(resting_grads(for_host))
-            if len(self.leaving) > NUM_LEAVING:
+            self.leaving.append(state_bytes.resting_grads(for_host))
+            if len(self.leaving) > step_schedule.NUM_LEAVING:
                 self.held[GRADS] -= self.leaving.popleft()
             # The norm of offloaded gradients is computed piece by piece, in scratch memory.
-            needed = 8 * min(max(flat.num_master for flat in for_host), NORM_ELEMS)
+            needed = 8 * min(max(flat.num_master for flat in for_host), step_schedule.NORM_ELEMS)
             self.held[GRADS] += max(0, needed - self.norm_bytes)
             self.norm_bytes = max(needed, self.norm_bytes)
 
@@ -282,10 +267,10 @@ class _Walk(MemoryWalk):
         updated_here = [flat for flat in self.schedule.trainable_flats if not flat.host_updates]
         # torch computes a norm from an fp64 copy.
         longest = max((flat.num_master for flat in updated_here), default=0)
-        self.note("the gradients' norm", GRADS, 8 * min(longest, NORM_ELEMS) if clips else 0)
+        self.note("the gradients' norm", GRADS, 8 * min(longest, step_schedule.NORM_ELEMS) if clips else 0)
         # Gradients are cast to the master's dtype, one part at a time.
         sizes = [flat.num_master * flat.master.itemsize for flat in updated_here if flat.reduce != flat.master]
-        self.note("update", OPTIMIZER, min(sum(sizes), max(sizes, default=0) + 4 * PART_ELEMS))
+        self.note("update", OPTIMIZER, min(sum(sizes), max(sizes, default=0) + 4 * step_schedule.PART_ELEMS))
 
 
 def _writes_directly(unit: UnitPlan, work: Work) -> bool:
@@ -319,7 +304,7 @@ def reserved_of(schedule: Schedule, memory: Memory, training: Training, is_recom
     holes = returned // (5 if is_recomputed else 30)
     expected = active + min(200 * MB, active // 8) + active // 200 + holes + kept
     # The largest block of memory that comes and goes within a step may fit into no hole.
-    whole = [resting_grads(unit.flats) for unit in schedule.units if unit.layout.grads == "whole"]
+    whole = [state_bytes.resting_grads(unit.flats) for unit in schedule.units if unit.layout.grads == "whole"]
     loss = max(instant.num_bytes[LOSS] for instant in memory.instants)
     largest = max(schedule.reduction_slot_bytes, loss // 4, *whole, 0)
     more = 150 * MB + active // 100 + returned // 4 + largest * 2 // 3

@@ -114,8 +114,6 @@ def _quantity(text: str, what: str, units: Mapping[str, float], example: str) ->
 
 
 EXAMPLE = "8xH100-80GB"
-
-
 NETWORKS: dict[str, tuple[float, float, float, bool]] = DATA["networks"]
 
 
@@ -176,9 +174,7 @@ def make_cluster(
 def _within(text: str, gpu: Gpu) -> Link:
     if text.lower() == "nvlink":
         if gpu.intra.gigabytes_per_s <= WITHIN["pcie5"].gigabytes_per_s:
-            raise ConfigurationError(
-                f"--intra: a {gpu.name} has no NVLink to all of its node; give a rate like 100GB/s"
-            )
+            raise ConfigurationError(f"--intra: a {gpu.name} has no NVLink to all of its node; give a rate: 100GB/s")
         return gpu.intra
     return _named_or_rate(text, WITHIN, LATENCY_US, "--intra")
 

@@ -61,9 +61,8 @@ class Gpu:
             if not getattr(self, name) > 0:
                 raise ConfigurationError(f"gpu {self.name!r}: {name} is {getattr(self, name)}, but must be above 0")
         if not 0 <= self.context_bytes < self.memory_bytes:
-            raise ConfigurationError(
-                f"gpu {self.name!r}: a context of {self.context_bytes} bytes in a memory of {self.memory_bytes}"
-            )
+            sizes = f"a context of {self.context_bytes} bytes in a memory of {self.memory_bytes}"
+            raise ConfigurationError(f"gpu {self.name!r}: {sizes}")
 
 
 DATA: dict[str, Any] = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
@@ -192,12 +191,10 @@ def generation_of(gpu_name: str) -> str:
 
 
 def _generation(gpu_name: str) -> list[Any]:
-    found = next((row for row in DATA["generations"] if gpu_name.startswith(tuple(row[1]))), None)
-    if found is None:
-        raise ConfigurationError(
-            f"GPU {gpu_name!r}: what it reaches of its peak is not known; see planner/hardware/gpus.json"
-        )
-    return list(found)
+    for row in DATA["generations"]:
+        if gpu_name.startswith(tuple(row[1])):
+            return list(row)
+    raise ConfigurationError(f"GPU {gpu_name!r}: its efficiency is not known; see planner/hardware/gpus.json")
 
 
 def peak_flops(device_name: str, dtype: DType) -> float | None:

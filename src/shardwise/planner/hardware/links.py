@@ -70,7 +70,7 @@ class Fabric:
     def __post_init__(self) -> None:
         if self.num_nodes < 1 or self.node_size < 1:
             raise ConfigurationError(
-                f"fabric: {self.num_nodes} nodes of {self.node_size} ranks; there is at least one of each"
+                f"fabric: {self.num_nodes} nodes of {self.node_size} ranks; give 1 or more of each"
             )
 
     @property
@@ -79,11 +79,10 @@ class Fabric:
 
     def __str__(self) -> str:
         """Return the text from which `parse` makes this value."""
-        parts = [f"{self.num_nodes}x{self.node_size}", f"intra={_number(self.intra.gigabytes_per_s)}GB/s"]
-        parts += [f"inter={_number(self.inter.gigabytes_per_s)}GB/s"]
-        parts += [f"intra-latency={_number(self.intra.latency_us)}us"]
-        parts += [f"inter-latency={_number(self.inter.latency_us)}us"]
-        return ",".join([*parts, "copies=on"] if self.copies else parts)
+        links = {"intra": self.intra, "inter": self.inter}
+        rates = [f"{wire}={_number(link.gigabytes_per_s)}GB/s" for wire, link in links.items()]
+        latencies = [f"{wire}-latency={_number(link.latency_us)}us" for wire, link in links.items()]
+        return ",".join([f"{self.num_nodes}x{self.node_size}", *rates, *latencies, *["copies=on"] * self.copies])
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,13 +135,11 @@ def _spread(ranks: Sequence[int], node_size: int, node: int) -> Mapping[int, int
         return dict.fromkeys((first, last, node), 1)
     period = ranks.step // math.gcd(ranks.step, node_size)
     nodes = {node, last, *range(first, min(first + period, last) + 1)}
-    return {at: len(_within(ranks, at * node_size, (at + 1) * node_size)) for at in nodes}
-
-
-def _within(ranks: range, begin: int, end: int) -> range:
-    """Return the ranks from `begin` up to `end`."""
-    before = [max(0, -(-(bound - ranks.start) // ranks.step)) for bound in (begin, end)]
-    return ranks[before[0] : before[1]]
+    # The index of the first rank at or after the begin of a node.
+    before = {
+        at: max(0, -(-(at * node_size - ranks.start) // ranks.step)) for at in {*nodes, *(at + 1 for at in nodes)}
+    }
+    return {at: len(ranks[before[at] : before[at + 1]]) for at in nodes}
 
 
 def parse(text: str) -> Fabric:

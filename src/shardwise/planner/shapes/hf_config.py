@@ -195,8 +195,8 @@ def _obstacles(config: Config) -> Iterator[tuple[str, str]]:
 
 def _shape(name: str, kind: str, config: Config) -> ModelShape:
     family = FAMILIES[kind]
-    needed = [_KEYS[size] for size in ("layers", "hidden", "heads", "vocab")]
-    missing = [" or ".join(keys) for keys in needed if _key_in(config, keys) is None]
+    required = ("layers", "hidden", "heads", "vocab")
+    missing = [" or ".join(_KEYS[size]) for size in required if _key_in(config, _KEYS[size]) is None]
     if not family.get("four_hidden") and _key_in(config, _FFN) is None:
         missing.append(" or ".join(_KEYS["ffn"]))
     has_experts = _key_in(config, _EXPERTS) is not None
@@ -204,13 +204,12 @@ def _shape(name: str, kind: str, config: Config) -> ModelShape:
         missing.append("num_experts_per_tok")
     if missing:
         raise ConfigurationError(f"model {name!r}: its config.json has no {', no '.join(missing)}")
-    fields: Fields = {size: _read_size(name, config, _KEYS[size]) for size in ("layers", "hidden", "heads", "vocab")}
+    fields: Fields = {size: _read_size(name, config, _KEYS[size]) for size in required}
     hidden, heads = fields["hidden"], fields["heads"]
     fields["kv_heads"] = _read_size(name, config, _KEYS["kv_heads"], heads)
     if config.get("head_dim") is None and hidden % heads:
-        raise ConfigurationError(
-            f"model {name!r}: its config.json has no head_dim, and {hidden} does not divide into {heads} heads"
-        )
+        why = f"its config.json has no head_dim, and {hidden} does not divide into {heads} heads"
+        raise ConfigurationError(f"model {name!r}: {why}")
     fields["head_dim"] = _read_size(name, config, ["head_dim"], hidden // heads)
     fields["ffn"] = _read_size(name, config, _FFN, 4 * hidden)
     if has_experts:

@@ -92,7 +92,10 @@ def parse_shape(text: str) -> ModelShape | StatesOnly:
         if len(given) > 1:
             other = next(key for key in given if key != "params")
             raise _refused(text, f"params= stands alone, without {other}=: it is for models whose sizes are not known")
-        return StatesOnly(_num_params(text, given["params"]))
+        num_params = quantity(given["params"].replace("_", ""), _SCALES) or 0
+        if not 1 <= num_params < 1e18:
+            raise _refused(text, f"params={given['params']}, but it must be a number like 7.5e9 or 7.5b")
+        return StatesOnly(round(num_params))
     if missing := [key for key in ("layers", "hidden", "heads", "vocab") if key not in given]:
         raise _refused(text, f"it lacks {', '.join(missing)}")
     values = {_FIELDS.get(key, key.replace("-", "_")): _value(text, key, given[key]) for key in _KEYS if key in given}
@@ -138,17 +141,9 @@ def _value(text: str, key: str, value: str) -> Any:
         return value
     digits = value.replace("_", "")
     if not digits.isdecimal() or len(digits) > len(str(MOST_OF_A_SIZE)) or int(digits) < 1:
-        raise _refused(
-            text, f"{key}={value}, but it must be a whole number of at least 1, and at most {MOST_OF_A_SIZE:,}"
-        )
+        limits = f"a whole number of at least 1, and at most {MOST_OF_A_SIZE:,}"
+        raise _refused(text, f"{key}={value}, but it must be {limits}")
     return int(digits)
-
-
-def _num_params(text: str, value: str) -> int:
-    num_params = quantity(value.replace("_", ""), _SCALES) or 0
-    if not 1 <= num_params < 1e18:
-        raise _refused(text, f"params={value}, but it must be a number like 7.5e9 or 7.5b")
-    return round(num_params)
 
 
 def _refused(text: str, why: str) -> ConfigurationError:

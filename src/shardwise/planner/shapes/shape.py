@@ -63,10 +63,7 @@ class ModelShape:
             if value > most:
                 yield f"{name} is {value:,}, but at most {most:,} is planned for"
         if self.heads % self.kv_heads:
-            yield (
-                f"{self.heads} heads do not divide into {self.kv_heads} key-value heads, each of which serves the same "
-                "number of them"
-            )
+            yield f"{self.heads} heads do not divide into {self.kv_heads} key-value heads; give a multiple of them"
         if self.num_active_experts > self.num_experts:
             yield f"{self.num_active_experts} active experts, but there are {self.num_experts}"
         for name, known in (("norm", get_args(Norm)), ("code", get_args(Code))):
@@ -74,10 +71,8 @@ class ModelShape:
                 yield f"{name} {str(value)!r}; {did_you_mean(str(value), known)}"
         if self.code == "in-tree":
             if self.query_width != self.hidden or self.head_dim % 2:
-                yield (
-                    f"{self.heads} heads of {self.head_dim} with hidden {self.hidden}, but the in-tree transformer has "
-                    "heads of hidden / heads, an even number"
-                )
+                heads = f"{self.heads} heads of {self.head_dim} with hidden {self.hidden}"
+                yield f"{heads}, but the in-tree transformer has heads of hidden / heads, an even number"
             for entry in fields(self):
                 value = getattr(self, entry.name)
                 if entry.name not in _IN_TREE_HAS and value != entry.default:
@@ -196,18 +191,48 @@ class Parts:
 
 
 def units_of(shape: ModelShape, lora: Lora | None = None) -> list[UnitSpec]:
-    """Return the units of a module of this shape, with adapters if `lora` is given."""
+    """Return the units of a module of this shape, with adapters in fp32 if `lora` is given."""
     return list(_units(shape, lora))
 
 
 @lru_cache(maxsize=32)
 def _units(shape: ModelShape, lora: Lora | None) -> tuple[UnitSpec, ...]:
-    parts = _parts(shape)
+    parts, dtype, trains_all = _parts(shape), shape.dtype, lora is None
     # Blocks of transformers are recognised by class, those of the in-tree model by repetition.
     splits_blocks = shape.code == "hf" or shape.layers > 1
     if lora is not None:
         parts = _with_adapters(parts, lora.r, targets_of(shape, lora))
-    return tuple(_units_from(parts, shape.dtype, splits_blocks=splits_blocks, trains_all=lora is None))
+    tied = next((Site(part.path, "weight") for part in parts.after if part.is_tied), None)
+    root: list[Param] = []
+    root_is_embedding = tied is None
+    least = least_outside(parts.num_block_elems) if splits_blocks else parts.num_elems + 1
+
+    def outside(group: tuple[Part, ...]) -> list[UnitSpec]:
+        nonlocal root_is_embedding
+        found = []
+        for part in group:
+            params = _params(part, dtype, trains_all)
+            if part.is_tied:
+                params = params[1:]
+            elif tied is not None and part is parts.before[0]:
+                root.append(replace(params[0], sites=(*params[0].sites, tied)))
+                params = params[1:]
+            if params and part.num_elems >= least:
+                found.append(UnitSpec(part.path, part.path, params, False, not part.is_embedding))
+            elif params:
+                root.extend(params)
+                root_is_embedding = root_is_embedding and part.is_embedding
+        return found
+
+    first = outside(parts.before)
+    blocks = _blocks(parts, dtype, trains_all)
+    if not splits_blocks:
+        root.extend(param for block in blocks for param in block.params)
+        root_is_embedding, blocks = False, []
+    units = [*first, *blocks, *outside(parts.after)]
+    if root:
+        units.insert(0, UnitSpec(ROOT, "", tuple(root), bool(units), not root_is_embedding))
+    return tuple(units)
 
 
 _IN_TREE_WORDS = {
@@ -225,14 +250,15 @@ def targets_of(shape: ModelShape, lora: Lora) -> tuple[str, ...]:
 
 def _parts(shape: ModelShape) -> Parts:
     has_bias = shape.norm == "layer" and shape.norm_bias
-    words, blocks, norm, head = _OUTSIDE[_names(shape)]
+    names = "in-tree" if shape.code == "in-tree" else "gpt" if shape.num_positions else "llama"
+    make_block, words, blocks, norm, head = _NAMING[names]
     before = [Part(words, (("weight", (shape.vocab, shape.hidden)),), is_embedding=True)]
     if shape.num_positions:
         sizes = (("weight", (shape.num_positions, shape.hidden)),)
         before.append(Part("transformer.wpe", sizes, is_embedding=True))
     return Parts(
         before=tuple(before),
-        block=tuple(_BLOCKS[_names(shape)](shape, has_bias)),
+        block=tuple(make_block(shape, has_bias)),
         block_paths=tuple(f"{blocks}.{index}" for index in range(shape.layers)),
         after=(
             _vectors(norm, shape.hidden, has_bias),
@@ -242,19 +268,11 @@ def _parts(shape: ModelShape) -> Parts:
     )
 
 
-def _names(shape: ModelShape) -> str:
-    """The naming scheme of its parameters."""
-    if shape.code == "in-tree":
-        return "in-tree"
-    return "gpt" if shape.num_positions else "llama"
-
-
 def _in_tree_block(shape: ModelShape, _: bool) -> Iterator[Part]:
     hidden = shape.hidden
     yield _vectors("attention_norm", hidden)
-    yield _linear("attention.query", hidden, shape.query_width)
-    yield _linear("attention.key", hidden, shape.kv_width)
-    yield _linear("attention.value", hidden, shape.kv_width)
+    widths = {"query": shape.query_width, "key": shape.kv_width, "value": shape.kv_width}
+    yield from (_linear(f"attention.{name}", hidden, width) for name, width in widths.items())
     yield _linear("attention.out", shape.query_width, hidden)
     yield _vectors("ffn_norm", hidden)
     yield _linear("ffn.gate", hidden, shape.ffn)
@@ -264,9 +282,8 @@ def _in_tree_block(shape: ModelShape, _: bool) -> Iterator[Part]:
 
 def _llama_block(shape: ModelShape, norm_bias: bool) -> Iterator[Part]:
     hidden, ffn = shape.hidden, shape.ffn
-    yield _linear("self_attn.q_proj", hidden, shape.query_width, shape.qkv_bias)
-    yield _linear("self_attn.k_proj", hidden, shape.kv_width, shape.qkv_bias)
-    yield _linear("self_attn.v_proj", hidden, shape.kv_width, shape.qkv_bias)
+    widths = {"q": shape.query_width, "k": shape.kv_width, "v": shape.kv_width}
+    yield from (_linear(f"self_attn.{name}_proj", hidden, width, shape.qkv_bias) for name, width in widths.items())
     yield _linear("self_attn.o_proj", shape.query_width, hidden, shape.bias)
     if shape.qk_norm:
         yield _vectors("self_attn.q_norm", shape.head_dim, norm_bias)
@@ -314,11 +331,11 @@ def _other(num_elems: int) -> Iterator[Part]:
         yield _vectors("other", num_elems)
 
 
-_BLOCKS = {"in-tree": _in_tree_block, "llama": _llama_block, "gpt": _gpt_block}
-_OUTSIDE = {
-    "in-tree": ("embed", "blocks", "norm", "head"),
-    "llama": ("model.embed_tokens", "model.layers", "model.norm", "lm_head"),
-    "gpt": ("transformer.wte", "transformer.h", "transformer.ln_f", "lm_head"),
+# The block, and the names of embedding, blocks, last norm and head.
+_NAMING = {
+    "in-tree": (_in_tree_block, "embed", "blocks", "norm", "head"),
+    "llama": (_llama_block, "model.embed_tokens", "model.layers", "model.norm", "lm_head"),
+    "gpt": (_gpt_block, "transformer.wte", "transformer.h", "transformer.ln_f", "lm_head"),
 }
 
 
@@ -350,39 +367,6 @@ def _with_adapters(parts: Parts, r: int, targets: Sequence[str]) -> Parts:
 
 def _ends_in(path: str, targets: Sequence[str]) -> bool:
     return any(path == target or path.endswith(f".{target}") for target in targets)
-
-
-def _units_from(parts: Parts, dtype: DType, *, splits_blocks: bool, trains_all: bool) -> list[UnitSpec]:
-    """Divide a model into units; one unit unless `splits_blocks`. Adapters are always trained, in fp32."""
-    tied = next((Site(part.path, "weight") for part in parts.after if part.is_tied), None)
-    root: list[Param] = []
-    root_is_embedding = tied is None
-    least = least_outside(parts.num_block_elems) if splits_blocks else parts.num_elems + 1
-
-    def outside(group: tuple[Part, ...]) -> list[UnitSpec]:
-        nonlocal root_is_embedding
-        found = []
-        for part in group:
-            params = _params(part, dtype, trains_all)
-            if part.is_tied:
-                params = params[1:]
-            elif tied is not None and part is parts.before[0]:
-                root.append(replace(params[0], sites=(*params[0].sites, tied)))
-                params = params[1:]
-            if params and part.num_elems >= least:
-                found.append(UnitSpec(part.path, part.path, params, False, not part.is_embedding))
-            elif params:
-                root.extend(params)
-                root_is_embedding = root_is_embedding and part.is_embedding
-        return found
-
-    first = outside(parts.before)
-    blocks = _blocks(parts, dtype, trains_all)
-    if not splits_blocks:
-        root.extend(param for block in blocks for param in block.params)
-        root_is_embedding, blocks = False, []
-    units = [*first, *blocks, *outside(parts.after)]
-    return [UnitSpec(ROOT, "", tuple(root), bool(units), not root_is_embedding), *units] if root else units
 
 
 def _params(part: Part, dtype: DType, trains_all: bool) -> tuple[Param, ...]:

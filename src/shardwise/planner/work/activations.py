@@ -14,18 +14,7 @@ from functools import cache, partial
 from ...core.schedule.model import ROOT, UnitSpec
 from ..shapes.shape import ModelShape, targets_of, units_of
 from ..training import Loss, Training
-from .blocks import (
-    cast,
-    gpt_block,
-    in_tree_block,
-    layer_norm,
-    linear,
-    llama_block,
-    llama_norm,
-    mpt_block,
-    rms_norm,
-    titan_block,
-)
+from . import blocks
 from .tape import Block, Buffers, Gradients, Habits, Tape, Tensor, Weight, measure
 from .work import Product, Work, chain, embedding_scratch_bytes, rounded
 
@@ -52,9 +41,9 @@ class Head:
         return self._plain(t, states) if self.loss == "plain" else self._chunked(t, states)
 
     def _plain(self, t: Tape, states: Tensor) -> Tensor:
-        logits = linear(t, states, (self.hidden, self.vocab), "lm_head", plain=self.is_plain)
+        logits = blocks.linear(t, states, (self.hidden, self.vocab), "lm_head", plain=self.is_plain)
         del states
-        scores = t.op([cast(t, logits, 4)], logits.num_elems, itemsize=4, buffers=Buffers(saves_result=True))
+        scores = t.op([blocks.cast(t, logits, 4)], logits.num_elems, itemsize=4, buffers=Buffers(saves_result=True))
         return t.op([scores], 1, itemsize=4, saves=[scores])
 
     def _chunked(self, t: Tape, states: Tensor) -> Tensor:
@@ -113,9 +102,9 @@ def end(shape: ModelShape, loss: Loss, is_ours: bool, t: Tape, x: Tensor) -> Ten
     """Run the end of the model on the tape: from the last block's output to the loss."""
     is_in_tree = is_ours and shape.code == "in-tree"
     if shape.norm == "layer":
-        states = layer_norm(t, x, shape.hidden, bias=shape.norm_bias)
+        states = blocks.layer_norm(t, x, shape.hidden, bias=shape.norm_bias)
     else:
-        states = (rms_norm if is_in_tree else llama_norm)(t, x, shape.hidden)
+        states = (blocks.rms_norm if is_in_tree else blocks.llama_norm)(t, x, shape.hidden)
     del x
     # A tied weight is reduced last, with the embedding: the buffer for its gradient does not exist yet.
     head = Head(shape.hidden, shape.vocab, loss, shape.code == "hf" and not shape.tied)
@@ -140,7 +129,7 @@ def _works(shape: ModelShape, training: Training) -> tuple[tuple[str, Work], ...
     habits, itemsize = habits_of(shape, training), training.formats.compute.itemsize
     units = units_of(shape, training.lora)
     embed, positions, head = (_find_unit(units, names) for names in (_EMBEDDINGS, _POSITIONS, _HEADS))
-    blocks = [unit.name for unit in units if unit.path.rpartition(".")[2].isdigit()]
+    block_names = [unit.name for unit in units if unit.path.rpartition(".")[2].isdigit()]
     num_elems = training.num_tokens * shape.hidden
     block = block_of(shape, training.engine == "shardwise")
     run_block = partial(measure, block, num_elems, itemsize, habits, checkpointing=training.checkpointing)
@@ -155,9 +144,9 @@ def _works(shape: ModelShape, training: Training) -> tuple[tuple[str, Work], ...
     if positions is not None:
         # Positions are the same for all sequences.
         works[positions] = _embedding(shape, replace(training, micro_batch=1), shape.num_positions)
-    for index, name in enumerate(blocks):
+    for index, name in enumerate(block_names):
         works |= shared_out(other_block if index else first_block, name, units)
-    if not blocks:
+    if not block_names:
         works[ROOT] = chain([works[ROOT], first_block, *[other_block] * (shape.layers - 1)])
     # Blocks may be compiled; the model around them is not.
     run_end = partial(end, shape, training.loss, training.engine == "shardwise")
@@ -224,9 +213,9 @@ def block_of(shape: ModelShape, is_ours: bool) -> Block:
     """Select the code of a block. `is_ours`: run by our engine; else the code of published measurements of others."""
     kind: Callable[[ModelShape, Tape, Tensor], Tensor]
     if not is_ours:
-        kind = titan_block if shape.gated else mpt_block
+        kind = blocks.titan_block if shape.gated else blocks.mpt_block
     elif shape.code == "in-tree":
-        kind = in_tree_block
+        kind = blocks.in_tree_block
     else:
-        kind = gpt_block if shape.num_positions else llama_block
+        kind = blocks.gpt_block if shape.num_positions else blocks.llama_block
     return partial(kind, shape)

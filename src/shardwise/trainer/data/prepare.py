@@ -50,11 +50,7 @@ class _Input:
 
 
 def prepare(
-    settings: Settings,
-    tokenizer: Tokenizer,
-    folder: Path,
-    say: Callable[[str], None],
-    vocab_size: int | None = None,
+    settings: Settings, tokenizer: Tokenizer, folder: Path, say: Callable[[str], None], vocab_size: int | None = None
 ) -> Prepared:
     """Write stores of the training data and of eval_file under `folder`. `say` prints bad rows and progress.
 
@@ -66,13 +62,8 @@ def prepare(
     train_folder = _prepare(train, settings, tokenizer, limit, folder, say)
     eval_folder = _prepare(evaluated, settings, tokenizer, limit, folder, say) if evaluated else None
     store = open_store(train_folder)
-    return Prepared(
-        train=train_folder,
-        eval=eval_folder,
-        is_rows=store.facts["is_rows"],
-        digest=store.digest,
-        eval_digest=None if eval_folder is None else open_store(eval_folder).digest,
-    )
+    eval_digest = None if eval_folder is None else open_store(eval_folder).digest
+    return Prepared(train_folder, eval_folder, store.facts["is_rows"], store.digest, eval_digest)
 
 
 def _train_input(settings: Settings) -> _Input:
@@ -93,23 +84,23 @@ def _train_input(settings: Settings) -> _Input:
 def _file_input(setting: str, names: Sequence[str], settings: Settings) -> _Input:
     paths = tuple(Path(name).expanduser() for name in names)
     for path in paths:
+        problem = ""
         if not path.is_file():
-            raise ConfigurationError(f"{setting} {path}: {'not a file' if path.exists() else 'no such file'}")
-        if path.suffix.lower() not in TEXT_SUFFIXES + ROW_SUFFIXES + TOKEN_SUFFIXES:
-            raise ConfigurationError(
-                f"{setting} {path}: unknown kind {path.suffix!r}; known: {', '.join(TEXT_SUFFIXES)} (text), "
-                f"{', '.join(ROW_SUFFIXES)} (rows), {', '.join(TOKEN_SUFFIXES)} (tokens)"
-            )
-        if path.stat().st_size == 0:
-            raise ConfigurationError(f"{setting} {path}: is empty")
+            problem = "not a file" if path.exists() else "no such file"
+        elif path.suffix.lower() not in TEXT_SUFFIXES + ROW_SUFFIXES + TOKEN_SUFFIXES:
+            known = f"{', '.join(TEXT_SUFFIXES)} (text), {', '.join(ROW_SUFFIXES)} (rows), "
+            problem = f"unknown kind {path.suffix!r}; known: {known}{', '.join(TOKEN_SUFFIXES)} (tokens)"
+        elif path.stat().st_size == 0:
+            problem = "is empty"
+        if problem:
+            raise ConfigurationError(f"{setting} {path}: {problem}")
     are_tokens = {path.suffix.lower() in TOKEN_SUFFIXES for path in paths}
     if len(are_tokens) == 2:
         raise ConfigurationError(f"{setting} {', '.join(names)}: token files cannot be mixed with text or rows")
     token_files = paths if are_tokens == {True} else ()
     identity = [settings.token_dtype if token_files else None, *map(_identity, paths)]
-    return _Input(
-        f"{setting} {', '.join(names)}", identity, token_files, lambda: (row for path in paths for row in read(path))
-    )
+    what = f"{setting} {', '.join(names)}"
+    return _Input(what, identity, token_files, lambda: (row for path in paths for row in read(path)))
 
 
 def _identity(path: Path) -> list[Any]:
@@ -126,7 +117,7 @@ def _prepare(
     target = folder / hashlib.sha256(json.dumps(decides).encode()).hexdigest()[:16]
     try:
         if not is_store(target):
-            _write_beside(target, lambda partial: _write(partial, given, settings, tokenizer, limit, say))
+            _write_and_rename(target, lambda partial: _write(partial, given, settings, tokenizer, limit, say))
     except OSError as error:
         raise ConfigurationError(f"{given.what}: cannot be tokenised into {folder}: {error}") from error
     facts = open_store(target).facts
@@ -135,7 +126,7 @@ def _prepare(
     return target
 
 
-def _write_beside(target: Path, write: Callable[[Path], None]) -> None:
+def _write_and_rename(target: Path, write: Callable[[Path], None]) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
     partial = Path(tempfile.mkdtemp(prefix=f"{target.name}-", suffix=".partial", dir=target.parent))
     try:
@@ -187,10 +178,8 @@ def _write(
             first = f": none of its {num_bad} rows can be read, the first {bad[0]}" if bad else " holds no document"
             raise ConfigurationError(f"{given.what}{first}")
         writer.finish({"bad_rows": bad, "num_bad_rows": num_bad, "is_rows": is_rows})
-        say(
-            f"tokenised {given.what}: {writer.num_documents:,} documents, {writer.num_tokens:,} tokens "
-            f"in {time.monotonic() - began:.1f} s"
-        )
+        totals = f"{writer.num_documents:,} documents, {writer.num_tokens:,} tokens"
+        say(f"tokenised {given.what}: {totals} in {time.monotonic() - began:.1f} s")
 
 
 def _tokenised(documents: Iterable[Document], tokenizer: Tokenizer) -> Iterator[tuple[Document, Segments]]:
@@ -226,6 +215,5 @@ def _say_bad(given: _Input, named: list[str], num_bad: int, limit: int, say: Cal
     if num_bad > len(named):
         say(f"and {num_bad - len(named)} more bad rows")
     if num_bad > limit:
-        raise ConfigurationError(
-            f"{given.what}: more than {limit} rows cannot be read (max_bad_rows), the first {named[0]}"
-        )
+        why = f"more than {limit} rows cannot be read (max_bad_rows), the first {named[0]}"
+        raise ConfigurationError(f"{given.what}: {why}")

@@ -111,8 +111,7 @@ def read_rows(path: Path, max_row_bytes: int = MAX_ROW_BYTES) -> Iterator[Docume
             try:
                 row = json.loads(line.decode())
             except UnicodeDecodeError as error:
-                problem = f"not UTF-8 ({error.reason} at byte {error.start} of the line)"
-                yield Document(where, problem=problem)
+                yield Document(where, problem=f"not UTF-8 ({error.reason} at byte {error.start} of the line)")
             except (ValueError, RecursionError) as error:
                 yield Document(where, problem=f"not JSON ({error})")
             else:
@@ -170,9 +169,8 @@ def load_dataset(name: str, split: str) -> Any:
     try:
         import datasets  # type: ignore[import-untyped]
     except ImportError as error:
-        raise ConfigurationError(
-            f"dataset {name}: needs datasets, which is not installed: pip install 'shardwise[hf]'"
-        ) from error
+        needs = "needs datasets, which is not installed: pip install 'shardwise[hf]'"
+        raise ConfigurationError(f"dataset {name}: {needs}") from error
     folder = Path(name).expanduser()
     try:
         if (folder / "dataset_dict.json").is_file():
@@ -182,9 +180,8 @@ def load_dataset(name: str, split: str) -> Any:
             return splits[split]
         if (folder / "state.json").is_file():
             if split != "train":
-                raise ConfigurationError(
-                    f"dataset {name}: was saved without splits, so dataset_split {split!r} is not in it: leave it out"
-                )
+                why = f"was saved without splits, so dataset_split {split!r} is not in it: leave it out"
+                raise ConfigurationError(f"dataset {name}: {why}")
             return datasets.load_from_disk(str(folder))
         return datasets.load_dataset(str(folder) if folder.is_dir() else name, split=split)
     except ConfigurationError:

@@ -56,7 +56,6 @@ class _NumberFile:
 
     def __init__(self, path: Path, code: Code, stays_open: bool = True) -> None:
         self.path = path
-        self._code: Code = code
         self._itemsize = array(code).itemsize
         file = open_regular(path)
         self._num_bytes = os.fstat(file).st_size
@@ -76,9 +75,6 @@ class _NumberFile:
     def __len__(self) -> int:
         return self._num_bytes // self._itemsize
 
-    def __getitem__(self, index: int) -> int:
-        return array(self._code, self.read(index, 1))[0]
-
     def read(self, first: int, count: int) -> bytearray:
         """Return the bytes of `count` numbers from `first` on. Raise StoreError if the file has become too short."""
         content = bytearray(count * self._itemsize)
@@ -95,10 +91,8 @@ class _NumberFile:
         except OSError as error:
             raise StoreError(f"{self.path}: cannot read training data: {error.strerror or error}") from error
         if num_read < len(content):
-            raise StoreError(
-                f"{self.path} is in use as training data: it has {num_bytes} bytes, but had {self._num_bytes} when it "
-                f"was opened: {_FIX}"
-            )
+            why = f"it has {num_bytes} bytes, but had {self._num_bytes} when it was opened"
+            raise StoreError(f"{self.path} is in use as training data: {why}: {_FIX}")
         return content
 
 
@@ -284,7 +278,8 @@ class Store:
         low, high = 0, len(self._starts)
         while high - low > _SEARCH_BLOCK:
             middle = (low + high) // 2
-            low, high = (middle, high) if self._starts[middle] <= first else (low, middle)
+            (start,) = array("q", self._starts.read(middle, 1))
+            low, high = (middle, high) if start <= first else (low, middle)
         found: list[int] = []
         for at in range(low, len(self._starts), _SEARCH_BLOCK):
             block = array("q", self._starts.read(at, min(_SEARCH_BLOCK, len(self._starts) - at)))
@@ -302,10 +297,8 @@ class Store:
 
     def _require_increasing(self, starts: Sequence[int], above: int, below: int) -> None:
         if not all(low < high for low, high in pairwise([above, *starts, below])):
-            raise StoreError(
-                f"{self._starts.path} has documents at the tokens {list(starts)[:4]}, which must rise from {above} "
-                f"to {below}: {_FIX}"
-            )
+            why = f"has documents at the tokens {list(starts)[:4]}, which must rise from {above} to {below}"
+            raise StoreError(f"{self._starts.path} {why}: {_FIX}")
 
 
 def is_store(folder: Path) -> bool:
@@ -329,7 +322,6 @@ def open_store(folder: Path) -> Store:
         ("trained", num_tokens if trained is None else len(trained), num_tokens),
     ):
         if num != written:
-            raise ConfigurationError(
-                f"{folder}: a damaged token store: {num} {name}, but {written} were written; delete the folder"
-            )
+            why = f"{num} {name}, but {written} were written"
+            raise ConfigurationError(f"{folder}: a damaged token store: {why}; delete the folder")
     return Store(num_tokens, num_documents, digest, facts, dtype, largest, parts, ends, starts, trained)

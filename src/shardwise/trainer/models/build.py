@@ -65,8 +65,7 @@ def build(
         model = _hugging_face_model(settings, facts)
         path = find_path(model)
         weights = None if folder is None else hugging_face_weights(model, folder)
-        layers, width = _attention_of(model.config.get_text_config())
-        active = _active_share(model.config.get_text_config())
+        layers, width, active = _work_of(model.config.get_text_config())
     num_lookup_elems = _num_lookup_elems(model)
     if settings.lora is not None and adapters is None:
         adapters = adapters_for(settings.lora, is_in_tree)
@@ -147,27 +146,20 @@ def _num_lookup_elems(model: Any) -> int:
     """Return the number of embedding elements that are only looked up (not those of a tied head)."""
     head = model.head if isinstance(model, Transformer) else model.get_output_embeddings()
     head_params = set() if head is None else {id(param) for param in head.parameters()}
-    tables = {
-        id(param): param.numel()
-        for part in model.modules()
-        if isinstance(part, nn.Embedding)
-        for param in part.parameters()
-        if id(param) not in head_params
-    }
-    return sum(tables.values())
+    tables = [part for part in model.modules() if isinstance(part, nn.Embedding)]
+    params = {id(param): param.numel() for part in tables for param in part.parameters()}
+    return sum(num_elems for key, num_elems in params.items() if key not in head_params)
 
 
-def _active_share(config: Any) -> float:
-    """Return the share of a layer's experts that a token uses; 1.0 without experts."""
-    chosen = getattr(config, "num_experts_per_tok", None)
+def _work_of(config: Any) -> tuple[int, int, float]:
+    """Return the number of layers, the width of the queries, and the share of a layer's experts that a token uses.
+
+    The first two are 0 if the config does not have them, the share is 1.0 without experts.
+    """
+    layers, hidden, heads, head_dim, chosen = (
+        getattr(config, key, None) or 0
+        for key in ("num_hidden_layers", "hidden_size", "num_attention_heads", "head_dim", "num_experts_per_tok")
+    )
     keys = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
     num_experts = next((value for key in keys if (value := getattr(config, key, None))), None)
-    return chosen / num_experts if chosen and num_experts else 1.0
-
-
-def _attention_of(config: Any) -> tuple[int, int]:
-    """Return the number of layers and the width of the queries; 0 for each that the config does not have."""
-    layers = getattr(config, "num_hidden_layers", 0) or 0
-    hidden = getattr(config, "hidden_size", 0) or 0
-    heads, head_dim = getattr(config, "num_attention_heads", None), getattr(config, "head_dim", None)
-    return layers, heads * head_dim if heads and head_dim else hidden
+    return layers, heads * head_dim or hidden, chosen / num_experts if chosen and num_experts else 1.0

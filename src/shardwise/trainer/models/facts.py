@@ -84,23 +84,22 @@ def _facts_of_folder(settings: Settings) -> ModelFacts:
     is_config = place.is_file()
     folder, config_file = (place.parent, place) if is_config else (place, place / "config.json")
     config = read_json(config_file)
+    problem = ""
     if settings.shape:
-        raise ConfigurationError(
-            f"shape.{next(iter(settings.shape))} is for in-tree shapes by name ({', '.join(PRESETS)}); "
-            f"model {settings.model!r} has its own config.json"
-        )
-    if not isinstance(config.get("model_type"), str):
-        raise ConfigurationError(f"model {settings.model!r}: its config.json has no model_type")
-    if "quantization_config" in config:
-        raise ConfigurationError(
-            f"model {settings.model!r}: its weights are quantised, which cannot be trained: use the unquantised ones"
-        )
+        key = f"shape.{next(iter(settings.shape))}"
+        problem = f"{key} is for in-tree shapes by name ({', '.join(PRESETS)}), but it has its own config.json"
+    elif not isinstance(config.get("model_type"), str):
+        problem = "its config.json has no model_type"
+    elif "quantization_config" in config:
+        problem = "its weights are quantised, which cannot be trained: use the unquantised ones"
+    if problem:
+        raise ConfigurationError(f"model {settings.model!r}: {problem}")
     has_weights = not (is_config or settings.random_weights)
     if has_weights:
         weight_files(folder)
     if SHAPE_KEY in config:
         shape = shape_in(config, settings.model)
-        max_seq: int = shape.max_seq
+        max_seq = shape.max_seq
         vocab: int | None = shape.vocab
     else:
         text = config["text_config"] if isinstance(config.get("text_config"), dict) else config
@@ -154,8 +153,7 @@ def find_model(name: str, *, with_weights: bool) -> Path:
         return path.resolve()
     if not re.fullmatch(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?", name) or name.endswith(".json"):
         raise ConfigurationError(f"model {name!r}: there is no such folder")
-    hint = "" if "/" in name else f"; {did_you_mean(name, PRESETS)}"
-    known = f"neither an in-tree shape nor a folder{hint}"
+    known = "neither an in-tree shape nor a folder" + ("" if "/" in name else f"; {did_you_mean(name, PRESETS)}")
     try:
         from huggingface_hub import snapshot_download
     except ImportError:
@@ -186,12 +184,11 @@ def weight_files(folder: Path) -> list[Path]:
     elif (folder / _SINGLE).is_file():
         return [folder / _SINGLE]
     pickled = next((path.name for pattern in _PICKLES for path in sorted(folder.glob(pattern))), None)
+    why = "has no model.safetensors; for fresh weights use --random-weights"
     if pickled is not None:
-        raise ConfigurationError(
-            f"model {str(folder)!r} has pickled weights only ({pickled}), which are never opened: save it again as "
-            "safetensors with save_pretrained"
-        )
-    raise ConfigurationError(f"model {str(folder)!r} has no model.safetensors; for fresh weights use --random-weights")
+        fix = "save it again as safetensors with save_pretrained"
+        why = f"has pickled weights only ({pickled}), which are never opened: {fix}"
+    raise ConfigurationError(f"model {str(folder)!r} {why}")
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -112,15 +112,12 @@ def merged(model: Any, sources: Iterable[Source]) -> list[Source]:
     missing = next((name for name in adapters if name not in by_name), None)
     if missing is not None:
         raise ConfigurationError(f"adapters on {missing!r}, which is not among the weights to merge with")
-    return [
-        replace(
-            source,
-            name=base_name(name),
-            rows=partial(rows, source, *adapters[name]) if name in adapters else source.rows,
-        )
-        for name, source in by_name.items()
-        if not is_adapter(name)
-    ]
+    base = []
+    for name, source in by_name.items():
+        if not is_adapter(name):
+            own_rows = partial(rows, source, *adapters[name]) if name in adapters else source.rows
+            base.append(replace(source, name=base_name(name), rows=own_rows))
+    return base
 
 
 def _adapters_of(model: Any) -> dict[str, tuple[str, str, float, bool]]:

@@ -79,8 +79,7 @@ def restore(path: Path, strategy: Strategy, tokenizer: str | None = None) -> Res
     precision = "bf16" if device().type == "cuda" else "fp32"
     if is_checkpoint:
         # The dtype of master weights must match the checkpoint; the compute dtype need not.
-        pure = "pure-bf16"
-        precision = pure if settings.precision == pure else precision
+        precision = "pure-bf16" if settings.precision == "pure-bf16" else precision
         shard(built.model, None, strategy, precision=precision, seed=settings.seed)
         load(place, built.model)
     else:
@@ -272,13 +271,9 @@ def _stored_sources(
         elif saved.shape != tuple(tensor.shape):
             raise CheckpointError(f"{place}: {first!r} is {saved.shape} in it, {tuple(tensor.shape)} in the model")
         else:
-            chosen = _dtype_of(tensor, saved.torch_dtype, dtype)
-            sources.append(stored_source(first, reader, saved, chosen))
-    unknown = [
-        name
-        for name, saved in tensors.items()
-        if not any(alias in expected for alias in (name, *saved.tied)) and not COMPUTED.search(name)
-    ]
+            sources.append(stored_source(first, reader, saved, _dtype_of(tensor, saved.torch_dtype, dtype)))
+    unknown = [name for name, saved in tensors.items() if not {name, *saved.tied} & expected.keys()]
+    unknown = [name for name in unknown if not COMPUTED.search(name)]
     lacks = [f"it lacks {len(missing)} tensors, first {missing[0]!r}"] if missing else []
     has = [f"it has {len(unknown)} that the model has not, first {unknown[0]!r}"] if unknown else []
     if lacks or has:

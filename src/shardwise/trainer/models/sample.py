@@ -58,6 +58,7 @@ def sample(
     prompt_ids = tokenizer.encode(prompt) or [tokenizer.end_id]
     generator = torch.Generator().manual_seed(sampling.seed)
     window = min(max_seq, len(prompt_ids) + num_tokens)
+    engine = find_engine(model)
     generated: list[int] = []
     was_training = model.training
     model.eval()
@@ -66,7 +67,12 @@ def sample(
             context = [*prompt_ids, *generated][-window:]
             # The model's vocabulary may be padded: choose only among the tokenizer's ids.
             logits = _logits(model, context, window, tokenizer.end_id)[: tokenizer.vocab_size]
-            token = _from_first_rank(model, sampling.choose(logits, generator))
+            token = sampling.choose(logits, generator)
+            if engine is not None:
+                # Logits may differ in the last bit between ranks, but all must continue with one text: rank 0's.
+                chosen = torch.tensor([token], device=engine.mesh.device)
+                broadcast_from_first(engine.mesh.world, chosen)
+                token = int(chosen)
             if token in (tokenizer.end_id, stop_id):
                 break
             generated.append(token)
@@ -80,13 +86,3 @@ def _logits(model: nn.Module, tokens: list[int], window: int, pad_id: int) -> Te
     row = torch.tensor([tokens + [pad_id] * (window - len(tokens))], device=next(model.parameters()).device)
     out = model(row) if path_of(model).how == "in-tree" else model(input_ids=row).logits
     return out[0, len(tokens) - 1].float().cpu()
-
-
-def _from_first_rank(model: nn.Module, token: int) -> int:
-    """Return rank 0's choice: logits may differ in the last bit between ranks, but all must continue with one text."""
-    engine = find_engine(model)
-    if engine is None:
-        return token
-    chosen = torch.tensor([token], device=engine.mesh.device)
-    broadcast_from_first(engine.mesh.world, chosen)
-    return int(chosen)
