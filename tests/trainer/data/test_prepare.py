@@ -5,6 +5,7 @@ import threading
 import tracemalloc
 from array import array
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,14 @@ def test_the_embedded_text_is_the_default(tmp_path: Path) -> None:
     assert made.eval is None
     assert not made.is_rows
     assert any("statement" in text for text in documents(made.train))
+
+
+def test_numbers_are_as_wide_as_the_vocabulary_needs(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("one")
+    for vocab_size, num_bytes in ((2**16, 2), (2**16 + 1, 4)):
+        tokenizer = replace(BYTES, vocab_size=vocab_size)
+        made = prepare(Settings(train_file=(str(tmp_path / "a.txt"),)), tokenizer, tmp_path / "cache", quiet)
+        assert (made.train / "tokens.bin").stat().st_size == 4 * num_bytes
 
 
 def test_files_of_several_kinds(tmp_path: Path, write_rows: Callable[..., str]) -> None:
@@ -221,7 +230,7 @@ def test_memory_does_not_grow_with_the_file(tmp_path: Path) -> None:
         (
             "table.csv",
             b"a,b",
-            r"table\.csv: unknown kind '\.csv'; known: \.txt, \.md \(text\), \.jsonl \(rows\), \.bin \(tok",
+            r"table\.csv: unknown kind '\.csv'; known: \.txt \(text\), \.md \(text\), \.jsonl \(rows\), \.bin \(tok",
         ),
         ("latin.txt", b"caf\xe9 au lait", r"latin\.txt: not UTF-8 text: byte 3 is 0xe9"),
         ("blank.jsonl", b"\n\n", r"blank\.jsonl holds no document"),

@@ -10,18 +10,17 @@ call the same function to find it.
 
 import hashlib
 import json
-import shutil
-import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from ...base.errors import ConfigurationError
 from ..settings import Settings
-from .sources import ROW_SUFFIXES, TEXT_SUFFIXES, TOKEN_SUFFIXES, Document, load_dataset, manual, read, read_dataset
-from .token_store import Writer, adopt, dtype_for, is_store, open_store
+from .sources import SUFFIXES, Document, load_dataset, manual, read, read_dataset
+from .token_store import Store, Writer, adopt, is_store, open_store
 from .tokenizer import Segments, Tokenizer
 
 _FORMAT = 3  # of the store; part of the hash
@@ -59,11 +58,11 @@ def prepare(
     train = _train_input(settings)
     evaluated = _file_input("eval_file", settings.eval_file, settings) if settings.eval_file else None
     limit = tokenizer.vocab_size if vocab_size is None else vocab_size
-    train_folder = _prepare(train, settings, tokenizer, limit, folder, say)
-    eval_folder = _prepare(evaluated, settings, tokenizer, limit, folder, say) if evaluated else None
-    store = open_store(train_folder)
-    eval_digest = None if eval_folder is None else open_store(eval_folder).digest
-    return Prepared(train_folder, eval_folder, store.facts["is_rows"], store.digest, eval_digest)
+    train_folder, store = _prepare(train, settings, tokenizer, limit, folder, say)
+    if evaluated is None:
+        return Prepared(train_folder, None, store.facts["is_rows"], store.digest, None)
+    eval_folder, eval_store = _prepare(evaluated, settings, tokenizer, limit, folder, say)
+    return Prepared(train_folder, eval_folder, store.facts["is_rows"], store.digest, eval_store.digest)
 
 
 def _train_input(settings: Settings) -> _Input:
@@ -87,19 +86,18 @@ def _file_input(setting: str, names: Sequence[str], settings: Settings) -> _Inpu
         problem = ""
         if not path.is_file():
             problem = "not a file" if path.exists() else "no such file"
-        elif path.suffix.lower() not in TEXT_SUFFIXES + ROW_SUFFIXES + TOKEN_SUFFIXES:
-            known = f"{', '.join(TEXT_SUFFIXES)} (text), {', '.join(ROW_SUFFIXES)} (rows), "
-            problem = f"unknown kind {path.suffix!r}; known: {known}{', '.join(TOKEN_SUFFIXES)} (tokens)"
+        elif path.suffix.lower() not in SUFFIXES:
+            known = ", ".join(f"{suffix} ({kind})" for suffix, kind in SUFFIXES.items())
+            problem = f"unknown kind {path.suffix!r}; known: {known}"
         elif path.stat().st_size == 0:
             problem = "is empty"
         if problem:
             raise ConfigurationError(f"{setting} {path}: {problem}")
-    are_tokens = {path.suffix.lower() in TOKEN_SUFFIXES for path in paths}
-    if len(are_tokens) == 2:
-        raise ConfigurationError(f"{setting} {', '.join(names)}: token files cannot be mixed with text or rows")
-    token_files = paths if are_tokens == {True} else ()
-    identity = [settings.token_dtype if token_files else None, *map(_identity, paths)]
     what = f"{setting} {', '.join(names)}"
+    token_files = tuple(path for path in paths if SUFFIXES[path.suffix.lower()] == "tokens")
+    if token_files not in ((), paths):
+        raise ConfigurationError(f"{what}: token files cannot be mixed with text or rows")
+    identity = [settings.token_dtype if token_files else None, *map(_identity, paths)]
     return _Input(what, identity, token_files, lambda: (row for path in paths for row in read(path)))
 
 
@@ -110,35 +108,29 @@ def _identity(path: Path) -> list[Any]:
 
 def _prepare(
     given: _Input, settings: Settings, tokenizer: Tokenizer, limit: int, folder: Path, say: Callable[[str], None]
-) -> Path:
+) -> tuple[Path, Store]:
+    """Write the store of an input, unless it exists. Return its folder and the open store."""
     # A store of token files also proves that their ids are below the limit.
     largest = limit if given.token_files else tokenizer.vocab_size
     decides = [_FORMAT, given.identity, tokenizer.fingerprint(), largest, tokenizer.end_id]
     target = folder / hashlib.sha256(json.dumps(decides).encode()).hexdigest()[:16]
     try:
         if not is_store(target):
-            _write_and_rename(target, lambda partial: _write(partial, given, settings, tokenizer, limit, say))
+            folder.mkdir(parents=True, exist_ok=True)
+            with TemporaryDirectory(".partial", f"{target.name}-", folder, ignore_cleanup_errors=True) as partial:
+                _write(Path(partial), given, settings, tokenizer, limit, say)
+                Path(partial).chmod(0o755)  # a temporary folder is restricted to one user
+                try:
+                    Path(partial).rename(target)
+                except OSError:
+                    if not is_store(target):  # else another process was faster, with the same content
+                        raise
     except OSError as error:
         raise ConfigurationError(f"{given.what}: cannot be tokenised into {folder}: {error}") from error
-    facts = open_store(target).facts
+    store = open_store(target)
     # Also if an earlier run wrote the store: the same rows are missing.
-    _say_bad(given, facts["bad_rows"], facts["num_bad_rows"], settings.max_bad_rows, say)
-    return target
-
-
-def _write_and_rename(target: Path, write: Callable[[Path], None]) -> None:
-    target.parent.mkdir(parents=True, exist_ok=True)
-    partial = Path(tempfile.mkdtemp(prefix=f"{target.name}-", suffix=".partial", dir=target.parent))
-    try:
-        write(partial)
-        partial.chmod(0o755)  # mkdtemp restricts it to one user
-        try:
-            partial.rename(target)
-        except OSError:
-            if not is_store(target):  # else another process was faster, with the same content
-                raise
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
+    _say_bad(given, store.facts["bad_rows"], store.facts["num_bad_rows"], settings.max_bad_rows, say)
+    return target, store
 
 
 def _write(
@@ -154,7 +146,8 @@ def _write(
     is_rows = has_chats = False
     began = said = time.monotonic()
     # The width depends on the tokenizer, not on the model, so that the digest does not depend on the model.
-    with Writer(folder, dtype_for(tokenizer.vocab_size), tokenizer.end_id) as writer:
+    dtype = "uint16" if tokenizer.vocab_size <= 2**16 else "uint32"
+    with Writer(folder, dtype, tokenizer.end_id) as writer:
         for document, segments in _tokenised(given.documents(), tokenizer):
             if document.problem:
                 num_bad += 1

@@ -110,36 +110,28 @@ def open_samples(
             f"seq_length {seq_length} is longer than the training data of {train.store.num_tokens} tokens; "
             "make it shorter, use more data, or use packing padded"
         )
-    if prepared.eval is None:
-        return _divided(train, settings)
-    evaluated = opened(prepared.eval, "eval_file")
-    if evaluated.num_samples == 0:
-        raise ConfigurationError(f"eval_file {', '.join(settings.eval_file)}: one token is not enough for a sample")
-    return _all(train, settings.seed), _all(evaluated, settings.seed)
-
-
-def _divided(windows: Windows, settings: Settings) -> tuple[Samples, Samples | None]:
-    """Split: the first samples for evaluation (at least one unless the fraction is 0), the rest for training."""
+    seed = settings.seed
+    every = Samples(train, seed, 0, train.num_samples, train.num_tokens)
+    if prepared.eval is not None:
+        windows = opened(prepared.eval, "eval_file")
+        if windows.num_samples == 0:
+            raise ConfigurationError(f"eval_file {', '.join(settings.eval_file)}: one token is not enough for a sample")
+        return every, Samples(windows, seed, 0, windows.num_samples, windows.num_tokens)
     if settings.eval_fraction == 0:
-        return _all(windows, settings.seed), None
-    num_eval = max(1, round(windows.num_full * settings.eval_fraction))
-    num_train = windows.num_samples - num_eval
+        return every, None
+    num_eval = max(1, round(train.num_full * settings.eval_fraction))
+    num_train = train.num_samples - num_eval
     if num_train == 0:
         raise ConfigurationError(
-            f"eval_fraction {settings.eval_fraction:g} of {windows.num_samples} samples leaves none to train on; "
+            f"eval_fraction {settings.eval_fraction:g} of {train.num_samples} samples leaves none to train on; "
             "make it 0, use more data, or make seq_length shorter"
         )
-    num_tokens = num_eval * windows.seq_length
-    if windows.has_padding:
-        num_tokens = sum(windows.num_tokens_of(_split(windows, settings.seed, at)) for at in range(num_eval))
-    return (
-        Samples(windows, settings.seed, num_eval, num_train, windows.num_tokens - num_tokens),
-        Samples(windows, settings.seed, 0, num_eval, num_tokens),
-    )
-
-
-def _all(windows: Windows, seed: int) -> Samples:
-    return Samples(windows, seed, 0, windows.num_samples, windows.num_tokens)
+    num_tokens = num_eval * seq_length
+    if train.has_padding:
+        pieces = [train.pieces(_split(train, seed, at)) for at in range(num_eval)]
+        num_tokens = sum(sum(count for _, count in sample) - 1 for sample in pieces)
+    rest = Samples(train, seed, num_eval, num_train, train.num_tokens - num_tokens)
+    return rest, Samples(train, seed, 0, num_eval, num_tokens)
 
 
 def _split(windows: Windows, seed: int, position: int) -> int:
@@ -160,8 +152,8 @@ def unigram_entropy(samples: Samples) -> float:
     for first in range(0, store.num_tokens, stride):
         count = min(_STRETCH, store.num_tokens - first)
         tokens, trained = store.tokens(first, count), store.trained(first, count)
-        seen = torch.bincount(tokens if trained is None else tokens[trained], minlength=counts.numel())
-        seen[: counts.numel()] += counts
-        counts = seen
+        found = torch.bincount(tokens if trained is None else tokens[trained], minlength=counts.numel())
+        found[: counts.numel()] += counts
+        counts = found
     chances = counts[counts > 0].double() / counts.sum()
     return float(-(chances * chances.log()).sum())

@@ -9,16 +9,14 @@ import codecs
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from pydoc_data.topics import topics
-from typing import Any, BinaryIO
+from typing import Any
 
 from ...base.errors import ConfigurationError
 
-TEXT_SUFFIXES = (".txt", ".md")
-ROW_SUFFIXES = (".jsonl",)
-TOKEN_SUFFIXES = (".bin",)
-
+SUFFIXES = {".txt": "text", ".md": "text", ".jsonl": "rows", ".bin": "tokens"}
 PIECE_BYTES = 2**16  # small enough for many per batch, which cores share
 MAX_ROW_BYTES = 64 * 2**20  # a longer line means that the file is of another kind
 
@@ -45,40 +43,28 @@ class Document:
 
 
 def read(path: Path) -> Iterator[Document]:
-    return read_text(path) if path.suffix.lower() in TEXT_SUFFIXES else read_rows(path)
+    return read_text(path) if SUFFIXES[path.suffix.lower()] == "text" else read_rows(path)
 
 
 def read_text(path: Path, piece_bytes: int = PIECE_BYTES) -> Iterator[Document]:
     """Read a file in pieces that split neither words nor runs of blanks. An empty file has no pieces."""
     rest = ""
     with path.open("rb") as file:
-        for text in _decoded(file, path, piece_bytes):
-            if rest:
-                at = _cut(rest)
-                yield Document(str(path), ((rest[:at], True),), is_last=False)
-                rest = rest[at:]
-            rest += text
+        try:
+            for text in codecs.iterdecode(iter(partial(file.read, piece_bytes), b""), "utf-8-sig"):
+                if rest:
+                    at = _cut(rest)
+                    yield Document(str(path), ((rest[:at], True),), is_last=False)
+                    rest = rest[at:]
+                rest += text
+        except UnicodeDecodeError as error:
+            at = file.tell() - len(error.object) + error.start
+            raise ConfigurationError(
+                f"{path}: not UTF-8 text: byte {at} is 0x{error.object[error.start]:02x} ({error.reason}); convert it "
+                "with iconv"
+            ) from error
     if rest:
         yield Document(str(path), ((rest, True),))
-
-
-def _decoded(file: BinaryIO, path: Path, piece_bytes: int) -> Iterator[str]:
-    decoder = codecs.getincrementaldecoder("utf-8")()
-    num_read = 0
-    while True:
-        block = file.read(piece_bytes)
-        pending = len(decoder.getstate()[0])  # the first bytes of a character that the last block split
-        try:
-            text = decoder.decode(block, final=not block)
-        except UnicodeDecodeError as error:
-            raise ConfigurationError(
-                f"{path}: not UTF-8 text: byte {num_read - pending + error.start} is "
-                f"0x{error.object[error.start]:02x} ({error.reason}); convert it with iconv"
-            ) from error
-        if not block:
-            return
-        yield text.removeprefix("\ufeff") if num_read == 0 else text
-        num_read += len(block)
 
 
 def _cut(text: str) -> int:

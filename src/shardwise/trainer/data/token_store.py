@@ -20,7 +20,6 @@ import weakref
 from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
-from contextlib import closing
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -31,21 +30,15 @@ from torch import Tensor
 
 from ...base.documents import read_object
 from ...base.errors import ConfigurationError, StoreError
-from ...base.files import open_regular
+from ...base.files import open_regular, read_at
 
 _DTYPES = {"uint16": torch.uint16, "uint32": torch.uint32}
-Code = Literal["H", "I", "q", "B"]
-_CODES: dict[str, Code] = {"uint16": "H", "uint32": "I"}
-_TOTALS = ("num_tokens", "num_documents", "largest")  # keys of store.json
-_NAMES = {"H": "uint16 tokens", "I": "uint32 tokens", "q": "places", "B": "marks"}
+_CODES: dict[str, Literal["H", "I"]] = {"uint16": "H", "uint32": "I"}
+_KEYS = ("tokens", "dtype", "num_tokens", "num_documents", "largest", "digest")  # of store.json, next to the facts
 _BLOCK, _SEARCH_BLOCK = 2**22, 2**9  # numbers to read at a time: of a whole file, and in a search
 _MAX_OPEN = 256  # token files. In a store with more of them, a file is opened for each read
 _FIX = "do not change data during a training; restore the file, and resume from the last checkpoint"
 _MIN_TO_GUESS = 64  # numbers that are needed to notice a wrong dtype
-
-
-def dtype_for(vocab_size: int) -> str:
-    return "uint16" if vocab_size <= 2**16 else "uint32"
 
 
 class _NumberFile:
@@ -54,9 +47,9 @@ class _NumberFile:
     The file is not memory-mapped: if a mapped file is truncated, SIGBUS kills the processes that read it.
     """
 
-    def __init__(self, path: Path, code: Code, stays_open: bool = True) -> None:
+    def __init__(self, path: Path, dtype: torch.dtype, stays_open: bool = True) -> None:
         self.path = path
-        self._itemsize = array(code).itemsize
+        self._dtype = dtype
         file = open_regular(path)
         self._num_bytes = os.fstat(file).st_size
         self._file = file if stays_open else None
@@ -66,24 +59,22 @@ class _NumberFile:
             os.close(file)
         if self._num_bytes == 0:
             raise ConfigurationError(f"{path}: is empty")
-        if self._num_bytes % self._itemsize:
+        if self._num_bytes % dtype.itemsize:
             raise ConfigurationError(
-                f"{path}: {self._num_bytes} bytes are not a whole number of "
-                f"{_NAMES[code]} of {self._itemsize} bytes; it is cut off, or token_dtype is wrong"
+                f"{path}: {self._num_bytes} bytes are not a whole number of {dtype.itemsize}-byte numbers; it is cut off, "
+                "or token_dtype is wrong"
             )
 
     def __len__(self) -> int:
-        return self._num_bytes // self._itemsize
+        return self._num_bytes // self._dtype.itemsize
 
-    def read(self, first: int, count: int) -> bytearray:
-        """Return the bytes of `count` numbers from `first` on. Raise StoreError if the file has become too short."""
-        content = bytearray(count * self._itemsize)
+    def read(self, first: int, count: int) -> Tensor:
+        """Return `count` numbers from `first` on. Raise StoreError if the file has become too short."""
+        content = bytearray(count * self._dtype.itemsize)
         try:
             file = open_regular(self.path) if self._file is None else self._file
             try:
-                view, num_read = memoryview(content), 0
-                while got := os.preadv(file, [view[num_read:]], first * self._itemsize + num_read):
-                    num_read += got
+                num_read = read_at(file, memoryview(content), first * self._dtype.itemsize)
                 num_bytes = os.fstat(file).st_size
             finally:
                 if self._file is None:
@@ -93,25 +84,7 @@ class _NumberFile:
         if num_read < len(content):
             why = f"it has {num_bytes} bytes, but had {self._num_bytes} when it was opened"
             raise StoreError(f"{self.path} is in use as training data: {why}: {_FIX}")
-        return content
-
-
-class _HashedFile:
-    """A file that is written sequentially, and the hash of its content."""
-
-    def __init__(self, path: Path) -> None:
-        self._file = path.open("wb")
-        self._hash = hashlib.sha256()
-        self.close = self._file.close
-
-    def write(self, content: "bytes | array[int]") -> None:
-        self._file.write(content)
-        self._hash.update(content)
-
-    def finish(self) -> str:
-        """Flush the file to disk, and return the hash of its content."""
-        _sync(self._file)
-        return self._hash.hexdigest()
+        return torch.frombuffer(content, dtype=self._dtype)
 
 
 class Writer:
@@ -123,51 +96,48 @@ class Writer:
         self._folder = folder
         self._dtype = dtype
         self._end_id = end_id
-        self._tokens = _HashedFile(folder / "tokens.bin")
-        self._documents = _HashedFile(folder / "documents.bin")
-        self._trained: _HashedFile | None = None
-        self._start = 0  # of the current document, in tokens
         self._largest = 0
-        self._last: tuple[int, bool] = (-1, True)  # the last token, and whether it is trained on
+        self._last = (-1, True)  # the last token of the current document, and whether it is trained on
+        self._tokens = (folder / "tokens.bin").open("wb")
+        self._documents = (folder / "documents.bin").open("wb")
+        self._trained: BinaryIO | None = None
         self._documents.write(array("q", [0]))
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for file in self._files():
-            file.close()
+        for file in (self._tokens, self._documents, self._trained):
+            if file is not None:
+                file.close()
 
     def add(self, ids: Sequence[int], trained: bool) -> None:
         if not ids:
             return
         self._tokens.write(array(_CODES[self._dtype], ids))
         if not trained and self._trained is None:
-            self._trained = _HashedFile(self._folder / "trained.bin")
+            self._trained = (self._folder / "trained.bin").open("wb")
             for first in range(0, self.num_tokens, _BLOCK):
                 self._trained.write(b"\1" * min(_BLOCK, self.num_tokens - first))
         if self._trained is not None:
             self._trained.write((b"\1" if trained else b"\0") * len(ids))
         self.num_tokens += len(ids)
-        self._largest = max((self._largest, *ids))
+        self._largest = max(self._largest, *ids)
         self._last = (ids[-1], trained)
 
     def end_document(self) -> None:
         """Add the end token, unless a chat template has added it. It is trained on if the token before it is."""
-        last, trained = self._last if self.num_tokens > self._start else (-1, True)
+        last, trained = self._last
         if last != self._end_id:
             self.add([self._end_id], trained)
         self._documents.write(array("q", [self.num_tokens]))
         self.num_documents += 1
-        self._start = self.num_tokens
+        self._last = (-1, True)
 
     def finish(self, facts: dict[str, Any]) -> None:
-        hashes = [file.finish() for file in self._files()]
-        totals = (self.num_tokens, self.num_documents, self._largest)
-        _write_description(self._folder, ["tokens.bin"], self._dtype, totals, hashes, facts)
-
-    def _files(self) -> list[_HashedFile]:
-        return [file for file in (self._tokens, self._documents, self._trained) if file is not None]
+        self.__exit__()
+        values = [["tokens.bin"], self._dtype, self.num_tokens, self.num_documents, self._largest]
+        _write_description(self._folder, values, facts)
 
 
 def adopt(folder: Path, files: Sequence[Path], dtype: str, vocab_size: int, end_id: int, facts: dict[str, Any]) -> None:
@@ -177,15 +147,14 @@ def adopt(folder: Path, files: Sequence[Path], dtype: str, vocab_size: int, end_
     """
     num_tokens = num_documents = largest = 0
     hashed = hashlib.sha256()
-    with closing(_HashedFile(folder / "documents.bin")) as documents:
+    with (folder / "documents.bin").open("wb") as documents:
         documents.write(array("q", [0]))
         for path in files:
-            tokens = _NumberFile(path, _CODES[dtype])
-            last = end_id
+            tokens = _NumberFile(path, _DTYPES[dtype])
             for first in range(0, len(tokens), _BLOCK):
                 stored = tokens.read(first, min(_BLOCK, len(tokens) - first))
-                hashed.update(stored)
-                block = torch.frombuffer(stored, dtype=_DTYPES[dtype]).long()
+                hashed.update(stored.numpy())
+                block = stored.long()
                 if first == 0 and dtype == "uint16" and block.numel() >= _MIN_TO_GUESS and not bool(block[1::2].any()):
                     raise ConfigurationError(
                         f"{path}: every second number is 0, as if uint32 were read as uint16: set --token-dtype uint32"
@@ -198,34 +167,36 @@ def adopt(folder: Path, files: Sequence[Path], dtype: str, vocab_size: int, end_
                         f"give the --tokenizer that wrote the file, raise shape.vocab, or, if the file is not {dtype}, "
                         "set token_dtype"
                     )
-                ends = (block == end_id).nonzero().flatten() + (num_tokens + first + 1)
+                is_end = block == end_id
+                if first + block.numel() == len(tokens):
+                    is_end[-1] = True
+                ends = is_end.nonzero().flatten() + (num_tokens + first + 1)
                 documents.write(array("q", ends.tolist()))
                 num_documents += ends.numel()
-                last = int(block[-1])
             num_tokens += len(tokens)
-            if last != end_id:
-                documents.write(array("q", [num_tokens]))
-                num_documents += 1
-        hashes = [hashed.hexdigest(), documents.finish()]
-    names = [str(path.resolve()) for path in files]
-    _write_description(folder, names, dtype, (num_tokens, num_documents, largest), hashes, facts)
+    values = [[str(path.resolve()) for path in files], dtype, num_tokens, num_documents, largest]
+    _write_description(folder, values, facts, [hashed.hexdigest()])
 
 
 def _write_description(
-    folder: Path, tokens: list[str], dtype: str, totals: tuple[int, ...], hashes: list[str], facts: dict[str, Any]
+    folder: Path, values: Sequence[Any], facts: dict[str, Any], token_hashes: Sequence[str] = ()
 ) -> None:
-    """Write store.json. `totals`: values of `_TOTALS`; `hashes`: of tokens, documents and the mask, if there is one."""
+    """Flush the other files to disk, then write store.json. `values`: those of all `_KEYS` but the digest.
+
+    The digest hashes the hashes of tokens, documents and the mask; `token_hashes`: of tokens that are in no file here.
+    """
+    hashes = [*token_hashes]
+    for path in (folder / "tokens.bin", folder / "documents.bin", folder / "trained.bin"):
+        if path.exists():
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
+                hashes.append(hashlib.file_digest(file, "sha256").hexdigest())
     digest = hashlib.sha256(" ".join(hashes).encode()).hexdigest()
-    named_totals = zip(_TOTALS, totals, strict=True)
-    description = {"tokens": tokens, "dtype": dtype, **dict(named_totals), "digest": digest, **facts}
-    with (folder / "store.json").open("wb") as file:
-        file.write(json.dumps(description, indent=1).encode())
-        _sync(file)
-
-
-def _sync(file: BinaryIO) -> None:
-    file.flush()
-    os.fsync(file.fileno())
+    description = {**dict(zip(_KEYS, [*values, digest], strict=True)), **facts}
+    with (folder / "store.json").open("w") as file:
+        file.write(json.dumps(description, indent=1))
+        file.flush()
+        os.fsync(file.fileno())
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,7 +207,6 @@ class Store:
     num_documents: int
     digest: str  # hash of the content
     facts: dict[str, Any]
-    _dtype: str = field(repr=False)
     _largest: int = field(repr=False)  # largest token id
     _parts: tuple[_NumberFile, ...] = field(repr=False)  # one per token file
     _ends: tuple[int, ...] = field(repr=False)  # end of each part, in tokens
@@ -250,26 +220,26 @@ class Store:
         while count > 0:
             part = self._parts[index]
             at = first - (self._ends[index] - len(part))
-            content = part.read(at, min(count, len(part) - at))
-            pieces.append(torch.frombuffer(content, dtype=_DTYPES[self._dtype]).long())
-            if int(pieces[-1].max()) > self._largest:
-                wrong = int((pieces[-1] > self._largest).nonzero()[0])
+            piece = part.read(at, min(count, len(part) - at)).long()
+            if int(piece.max()) > self._largest:
+                wrong = int((piece > self._largest).nonzero()[0])
                 raise StoreError(
-                    f"{part.path} is in use as training data: token {at + wrong} is {int(pieces[-1][wrong])}, but the "
+                    f"{part.path} is in use as training data: token {at + wrong} is {int(piece[wrong])}, but the "
                     f"largest was {self._largest} when it was checked: {_FIX}"
                 )
-            first += pieces[-1].numel()
-            count -= pieces[-1].numel()
+            pieces.append(piece)
+            first += piece.numel()
+            count -= piece.numel()
             index += 1
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
     def trained(self, first: int, count: int) -> Tensor | None:
         """Return a bool mask of the tokens that are trained on, or None if all are."""
-        return None if self._trained is None else torch.frombuffer(self._trained.read(first, count), dtype=torch.bool)
+        return None if self._trained is None else self._trained.read(first, count)
 
     def document(self, index: int) -> tuple[int, int]:
         """Return the start of a document and its number of tokens, including the end token."""
-        start, stop = array("q", self._starts.read(index, 2))
+        start, stop = self._starts.read(index, 2).tolist()
         self._require_increasing([start, stop], -1, self.num_tokens + 1)
         return start, stop - start
 
@@ -278,11 +248,10 @@ class Store:
         low, high = 0, len(self._starts)
         while high - low > _SEARCH_BLOCK:
             middle = (low + high) // 2
-            (start,) = array("q", self._starts.read(middle, 1))
-            low, high = (middle, high) if start <= first else (low, middle)
+            low, high = (middle, high) if int(self._starts.read(middle, 1)) <= first else (low, middle)
         found: list[int] = []
         for at in range(low, len(self._starts), _SEARCH_BLOCK):
-            block = array("q", self._starts.read(at, min(_SEARCH_BLOCK, len(self._starts) - at)))
+            block = self._starts.read(at, min(_SEARCH_BLOCK, len(self._starts) - at)).tolist()
             found += block[bisect_right(block, first) : bisect_left(block, first + count)]
             if block[-1] >= first + count:
                 break
@@ -293,7 +262,7 @@ class Store:
         """Yield the lengths of all documents in order, in blocks that fit into memory."""
         for first in range(0, self.num_documents, _BLOCK):
             count = min(_BLOCK, self.num_documents - first) + 1
-            yield torch.frombuffer(self._starts.read(first, count), dtype=torch.int64).diff()
+            yield self._starts.read(first, count).diff()
 
     def _require_increasing(self, starts: Sequence[int], above: int, below: int) -> None:
         if not all(low < high for low, high in pairwise([above, *starts, below])):
@@ -308,11 +277,10 @@ def is_store(folder: Path) -> bool:
 def open_store(folder: Path) -> Store:
     try:
         facts = read_object(folder / "store.json", "store.json")
-        names: list[str] = facts.pop("tokens")
-        dtype, num_tokens, num_documents, largest, digest = (facts.pop(name) for name in ("dtype", *_TOTALS, "digest"))
-        parts = tuple(_NumberFile(folder / name, _CODES[dtype], len(names) <= _MAX_OPEN) for name in names)
-        starts = _NumberFile(folder / "documents.bin", "q")
-        trained = _NumberFile(folder / "trained.bin", "B") if (folder / "trained.bin").exists() else None
+        names, dtype, num_tokens, num_documents, largest, digest = (facts.pop(key) for key in _KEYS)
+        parts = tuple(_NumberFile(folder / name, _DTYPES[dtype], len(names) <= _MAX_OPEN) for name in names)
+        starts = _NumberFile(folder / "documents.bin", torch.int64)
+        trained = _NumberFile(folder / "trained.bin", torch.bool) if (folder / "trained.bin").exists() else None
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigurationError(f"{folder}: a damaged token store ({error}); delete the folder") from error
     ends = tuple(accumulate(len(part) for part in parts))
@@ -324,4 +292,4 @@ def open_store(folder: Path) -> Store:
         if num != written:
             why = f"{num} {name}, but {written} were written"
             raise ConfigurationError(f"{folder}: a damaged token store: {why}; delete the folder")
-    return Store(num_tokens, num_documents, digest, facts, dtype, largest, parts, ends, starts, trained)
+    return Store(num_tokens, num_documents, digest, facts, largest, parts, ends, starts, trained)

@@ -52,9 +52,20 @@ class Tokenizer:
 
     def render(self, messages: Sequence[Message]) -> Segments:
         """A chat as segments of tokens, each with whether it is an answer. ConfigurationError if the template fails."""
-        if self.template is None:
-            return _plain(messages, self.encode, self.end_id)
-        return _templated(messages, self.template, self.encode)
+        if self.template is not None:
+            return _templated(messages, self.template, self.encode)
+        segments: Segments = []
+        pending = ""
+        for message in messages:
+            pending += f"{message['role']}:\n"
+            if message["role"] == ANSWERING:
+                answer = [*self.encode(message["content"]), self.end_id]
+                segments += [(self.encode(pending), False), (answer, True)]
+                pending = "\n\n"
+            else:
+                pending += f"{message['content']}\n\n"
+        # Blanks after the last answer would teach the model that something follows the end.
+        return [*segments, (self.encode(pending), False)] if pending.strip() else segments
 
     def question(self, prompt: str) -> tuple[str, int]:
         """The text of a chat in which a prompt awaits its answer, and the token that ends the answer."""
@@ -86,7 +97,22 @@ BYTES = Tokenizer(
 
 
 def _hugging_face(name: str) -> Tokenizer:
-    made = _load(name)
+    """Load a tokenizer of transformers. Code in the folder is never executed."""
+    folder = Path(name).expanduser()
+    if not folder.is_dir() and (name.startswith(("/", ".", "~")) or folder.exists()):
+        raise ConfigurationError(f"tokenizer {name}: no such folder; give one with a tokenizer.json in it, or 'bytes'")
+    try:
+        from transformers import AutoTokenizer
+    except ImportError as error:
+        raise ConfigurationError(
+            f"tokenizer {name}: needs transformers, which is not installed: pip install 'shardwise[hf]', or use 'bytes'"
+        ) from error
+    try:
+        made: Any = AutoTokenizer.from_pretrained(str(folder) if folder.is_dir() else name, trust_remote_code=False)
+    except (OSError, ValueError, ImportError, KeyError, AttributeError, TypeError) as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise ConfigurationError(f"tokenizer {name}: neither a tokenizer's folder nor a known id: {reason}") from error
+    made.model_max_length = 2**62  # samples are cut later; this avoids warnings about long documents
     if made.eos_token_id is None:
         raise ConfigurationError(
             f"tokenizer {name}: it has no end-of-text token, which must separate documents; "
@@ -123,26 +149,6 @@ def _hugging_face(name: str) -> Tokenizer:
     )
 
 
-def _load(name: str) -> Any:
-    """Load a tokenizer of transformers. Code in the folder is never executed."""
-    folder = Path(name).expanduser()
-    if not folder.is_dir() and (name.startswith(("/", ".", "~")) or folder.exists()):
-        raise ConfigurationError(f"tokenizer {name}: no such folder; give one with a tokenizer.json in it, or 'bytes'")
-    try:
-        from transformers import AutoTokenizer
-    except ImportError as error:
-        raise ConfigurationError(
-            f"tokenizer {name}: needs transformers, which is not installed: pip install 'shardwise[hf]', or use 'bytes'"
-        ) from error
-    try:
-        made = AutoTokenizer.from_pretrained(str(folder) if folder.is_dir() else name, trust_remote_code=False)
-    except (OSError, ValueError, ImportError, KeyError, AttributeError, TypeError) as error:
-        reason = str(error).strip().partition("\n")[0]
-        raise ConfigurationError(f"tokenizer {name}: neither a tokenizer's folder nor a known id: {reason}") from error
-    made.model_max_length = 2**62  # samples are cut later; this avoids warnings about long documents
-    return made
-
-
 def write_byte_tokenizer(folder: Path, max_seq: int) -> None:
     """Write the byte tokenizer as files for Hugging Face libraries.
 
@@ -161,20 +167,6 @@ def write_byte_tokenizer(folder: Path, max_seq: int) -> None:
 
 
 # Chats
-
-
-def _plain(messages: Sequence[Message], encode: Callable[[str], list[int]], end_id: int) -> Segments:
-    segments: Segments = []
-    pending = ""
-    for message in messages:
-        pending += f"{message['role']}:\n"
-        if message["role"] == ANSWERING:
-            segments += [(encode(pending), False), ([*encode(message["content"]), end_id], True)]
-            pending = "\n\n"
-        else:
-            pending += f"{message['content']}\n\n"
-    # Blanks after the last answer would teach the model that something follows the end.
-    return [*segments, (encode(pending), False)] if pending.strip() else segments
 
 
 def _templated(messages: Sequence[Message], template: Template, encode: Callable[[str], list[int]]) -> Segments:

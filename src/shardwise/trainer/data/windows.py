@@ -39,30 +39,13 @@ class _Group(NamedTuple):
     parts: tuple[_Part, ...]
     num_samples: int
 
-    def after(self, num: int) -> "_Group":
-        """The group without its first `num` samples."""
-        parts = tuple(part._replace(first=part.first + num * part.num) for part in self.parts)
-        return _Group(parts, self.num_samples - num)
 
-
-@dataclass(frozen=True, slots=True)
-class _WholeDocuments:
+class _WholeDocuments(NamedTuple):
     """Which documents share a sample."""
 
-    pieces: Tensor  # the start of each in the store, the longest first
+    starts: Tensor  # of all pieces in the store, the longest first
     groups: list[_Group]
     ends: list[int]  # of the groups, in samples
-
-    def of_sample(self, index: int) -> list[tuple[int, int]]:
-        """The start and the length of each document of a sample."""
-        group = bisect_right(self.ends, index)
-        parts, num_samples = self.groups[group]
-        at = index - (self.ends[group] - num_samples)
-        return [
-            (int(self.pieces[first + at * num + number]), length)
-            for length, first, num in parts
-            for number in range(num)
-        ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,17 +69,20 @@ class Windows:
     def pieces(self, index: int) -> list[tuple[int, int]]:
         """The start in the store and the number of tokens of each piece of a sample, the last target included."""
         if self.whole is not None:
-            return self.whole.of_sample(index)
+            starts, groups, ends = self.whole
+            group = bisect_right(ends, index)
+            at = index - (ends[group] - groups[group].num_samples)
+            return [
+                (int(starts[part.first + at * part.num + number]), part.length)
+                for part in groups[group].parts
+                for number in range(part.num)
+            ]
         if self.packing == "padded":
             first, count = self.store.document(index)
         else:
             first = index * self.seq_length
             count = self.store.num_tokens - first
         return [(first, min(count, self.seq_length + 1))]
-
-    def num_tokens_of(self, index: int) -> int:
-        """Tokens of a sample, without padding."""
-        return sum(count for _, count in self.pieces(index)) - 1
 
     def sample(self, index: int) -> tuple[Tensor, Tensor, Tensor | None]:
         """Tokens, targets and, if documents are isolated, positions; each (seq_length) int64."""
@@ -195,5 +181,6 @@ def _best_fit(lengths: list[tuple[int, int]], room: int) -> list[_Group]:
             put(_Group((*group.parts, _Part(length, placed, num)), num_filled), left - num * length)
             placed += num_filled * num
             if group.parts and num_filled < group.num_samples:
-                put(group.after(num_filled), left)
+                parts = tuple(part._replace(first=part.first + num_filled * part.num) for part in group.parts)
+                put(_Group(parts, group.num_samples - num_filled), left)
     return [group for left in rooms for group in groups[left]]
