@@ -61,8 +61,8 @@ class _NumberFile:
             raise ConfigurationError(f"{path}: is empty")
         if self._num_bytes % dtype.itemsize:
             raise ConfigurationError(
-                f"{path}: {self._num_bytes} bytes are not a whole number of {dtype.itemsize}-byte numbers; it is cut off, "
-                "or token_dtype is wrong"
+                f"{path}: {self._num_bytes} bytes are not a whole number of {dtype.itemsize}-byte numbers; it is cut "
+                "off, or token_dtype is wrong"
             )
 
     def __len__(self) -> int:
@@ -153,7 +153,7 @@ def adopt(folder: Path, files: Sequence[Path], dtype: str, vocab_size: int, end_
             tokens = _NumberFile(path, _DTYPES[dtype])
             for first in range(0, len(tokens), _BLOCK):
                 stored = tokens.read(first, min(_BLOCK, len(tokens) - first))
-                hashed.update(stored.numpy())
+                hashed.update(stored.numpy().data)
                 block = stored.long()
                 if first == 0 and dtype == "uint16" and block.numel() >= _MIN_TO_GUESS and not bool(block[1::2].any()):
                     raise ConfigurationError(
