@@ -208,7 +208,7 @@ class Compared:
 
     @property
     def is_host_bound(self) -> bool:
-        without = replace(self.found, machine=replace(self.found.machine, wear=IDEAL)).timing.step_s
+        without = replace(self.found, machine=replace(self.found.machine, overheads=IDEAL)).timing.step_s
         is_seen = self.seen.host_s > HOST_BOUND * self.seen.step_s
         return is_seen or self.found.timing.step_s > HOST_ADDS * without
 

@@ -14,7 +14,6 @@ from shardwise.planner.cost.compute import (
     forward_s,
     seconds_of,
     speed_of,
-    update_bytes,
     work_seconds,
 )
 from shardwise.planner.cost.step_time import step_time
@@ -92,9 +91,10 @@ def test_in_32_bits_the_other_peak_counts() -> None:
 
 
 def test_an_update_reads_and_writes_masters_and_moments_and_reads_gradients() -> None:
-    plan = schedule_of(shape_named("llama-3.2-1b"), Training(), make_cluster("8xH200"), "ddp")
-    total = sum(update_bytes(unit, 2.0) for unit in plan.units)
-    assert total == pytest.approx(28 * 1_235_814_400, rel=1e-3)
+    shape, training = shape_named("llama-3.2-1b"), Training()
+    plan = schedule_of(shape, training, make_cluster("8xH200"), "ddp")
+    found = seconds_of(plan, works_of(shape, training), UNIT, training)
+    assert sum(unit.update for unit in found.values()) == pytest.approx(28 * 1_235_814_400, rel=1e-3)
 
 
 def schedule_of(shape: ModelShape, training: Training, on: Cluster, strategy: str) -> Schedule:

@@ -14,7 +14,7 @@ from shardwise.core.schedule.model import Param, Site, UnitSpec
 from shardwise.core.schedule.step_schedule import Schedule, UnitPlan, make_schedule
 from shardwise.core.wire.codec import encoded_bytes
 from shardwise.planner.cost.compute import UnitSeconds
-from shardwise.planner.cost.peak import with_stowing
+from shardwise.planner.cost.peak import with_activation_copies
 from shardwise.planner.cost.step_time import BOTH_WAYS, COLLECTIVES, Lanes, Timing, step_time
 from shardwise.planner.events import step_events
 from shardwise.planner.hardware.cluster import Cluster, make_cluster
@@ -239,7 +239,7 @@ def stowing(num_units: int, each: UnitSeconds, copy_s: float) -> Timing:
     """Every unit leaves as much as takes so long to copy."""
     plan = schedule(num_units, "ddp+activations=host")
     stowed = {unit.name: round(copy_s * 1e9) for unit in plan.units}
-    events = list(with_stowing(step_events(plan), stowed))
+    events = list(with_activation_copies(step_events(plan), stowed))
     return step_time(plan, events, {unit.name: each for unit in plan.units}, slow_bus(1.0))
 
 

@@ -15,7 +15,15 @@ from ..core.schedule.model import UnitSpec, matches
 from ..core.schedule.step_schedule import Schedule, UnitPlan, make_schedule
 from .cost.compute import seconds_of, speed_of
 from .cost.fsdp2 import fsdp2_memory_of
-from .cost.peak import WORKSPACE_BYTES, Memory, Reserved, memory_of, reserved_of, stowed_bytes, with_stowing
+from .cost.peak import (
+    WORKSPACE_BYTES,
+    Memory,
+    Reserved,
+    memory_of,
+    offloaded_activations,
+    reserved_of,
+    with_activation_copies,
+)
 from .cost.step_time import Timing, step_time
 from .events import Event, StepTraffic, step_events, traffic_of
 from .hardware.cluster import Cluster
@@ -47,7 +55,7 @@ class Machine:
 
     cluster: Cluster
     efficiency: Efficiency
-    wear: Overheads
+    overheads: Overheads
     free_bytes: int | None = None
     has_reserve: bool = True
 
@@ -95,36 +103,39 @@ class Assessment:
     training: Training
     machine: Machine
     schedule: Schedule
-    events: Sequence[Event]
     works: Mapping[str, Work]
     head_dim: int
+    clips: bool
+
+    @cached_property
+    def events(self) -> list[Event]:
+        return self._events(min(self.training.num_micro_batches, MOST_PLAYED))
+
+    def _events(self, num_micro_batches: int) -> list[Event]:
+        """The events of a step, including the copies of offloaded activations."""
+        moments = self.training.num_moments
+        events = step_events(self.schedule, num_micro_batches, clips=self.clips, num_moments=moments)
+        offloaded = offloaded_activations(self.schedule, self.works)
+        return list(with_activation_copies(events, offloaded)) if offloaded else events
 
     @cached_property
     def memory(self) -> Memory:
         if self.training.engine == "fsdp2":
             return fsdp2_memory_of(self.schedule, self.works, self.training)
         workspace_bytes = WORKSPACE_BYTES if self.machine.has_reserve else 0
-        return memory_of(self.schedule, self._with_stowing(self.events), self.works, self.training, workspace_bytes)
-
-    def _with_stowing(self, events: Sequence[Event]) -> Sequence[Event]:
-        """Add the events of activations that are copied to the host and back."""
-        stowed = stowed_bytes(self.schedule, self.works)
-        return list(with_stowing(events, stowed)) if stowed else events
+        return memory_of(self.schedule, self.events, self.works, self.training, workspace_bytes)
 
     @cached_property
     def reserved(self) -> Reserved:
         if not self.machine.has_reserve:
-            active = self.memory.peak.total
-            return Reserved(active, active, active)
+            return Reserved.exactly(self.memory.peak.total)
         is_recomputed = any(work.recomputed for work in self.works.values())
         return reserved_of(self.schedule, self.memory, self.training, is_recomputed)
 
     @cached_property
     def moved(self) -> StepTraffic:
         cluster = self.machine.cluster
-        return self._continued(
-            lambda events: traffic_of(self._with_stowing(events), cluster.num_nodes, cluster.node_size)
-        )
+        return self._continued(lambda events: traffic_of(events, cluster.num_nodes, cluster.node_size))
 
     @cached_property
     def timing(self) -> Timing:
@@ -132,35 +143,27 @@ class Assessment:
         speed = speed_of(machine.cluster.gpu, machine.efficiency, self.training, self.head_dim)
         seconds = seconds_of(self.schedule, self.works, speed, self.training)
         return self._continued(
-            lambda events: step_time(self.schedule, self._with_stowing(events), seconds, machine.cluster, machine.wear)
+            lambda events: step_time(self.schedule, events, seconds, machine.cluster, machine.overheads)
         )
 
-    @property
-    def num_left_out(self) -> int:
-        """Micro-batches that are not simulated, because they are like the one before."""
-        return max(0, self.training.num_micro_batches - MOST_PLAYED)
-
     def _continued(self, cost: Callable[[Sequence[Event]], Sum]) -> Sum:
-        """Add the cost of the micro-batches that are not simulated."""
+        """Cost a step. Micro-batches that are not simulated cost the same as the one before them."""
         found = cost(self.events)
-        if not self.num_left_out:
-            return found
-        clips = any(event.verb == "norm" for event in self.events)
-        fewer = step_events(self.schedule, MOST_PLAYED - 1, clips=clips, num_moments=self.training.num_moments)
-        return found.continued(cost(fewer), self.num_left_out)
+        num_more = self.training.num_micro_batches - MOST_PLAYED
+        return found.continued(cost(self._events(MOST_PLAYED - 1)), num_more) if num_more > 0 else found
 
     @property
     def needed_bytes(self) -> int:
         """Memory that a GPU must have; on a CPU, offloaded state is included."""
-        return self.reserved.expected + self._beside_bytes
+        return self.reserved.expected + self._other_bytes
 
     @property
     def high_bytes(self) -> int:
         """Upper estimate of `needed_bytes`: the allocator wastes more than expected."""
-        return self.reserved.high + self._beside_bytes
+        return self.reserved.high + self._other_bytes
 
     @property
-    def _beside_bytes(self) -> int:
+    def _other_bytes(self) -> int:
         return self.machine.context_bytes + (0 if self.machine.has_reserve else self.memory.host_bytes)
 
     @property
@@ -185,7 +188,7 @@ class Assessment:
 
     @property
     def disk_bytes(self) -> int:
-        return self.memory.disk_bytes * self.machine.cluster.node_size
+        return self.memory.away.disk * self.machine.cluster.node_size
 
     @property
     def fits(self) -> bool:
@@ -232,34 +235,31 @@ class Assessor:
         return [unit.name for unit in self.subject.units]
 
     @cached_property
-    def _alike(self) -> list[object]:
-        """A value for each unit; units with the same one have the same flats."""
-        found: list[object] = []
+    def _alike(self) -> dict[str, object]:
+        """A value for each unit, by name; units with the same one have the same flats."""
+        found: dict[str, object] = {}
         for unit in self.subject.units:
             kept = [bool(self.keep_fp32) and matches(p.sites[0].module, self.keep_fp32) for p in unit.params]
             sizes = ((param.shape, param.dtype, param.trainable, param.is_table) for param in unit.params)
-            found.append((*sizes, *kept))
+            found[unit.name] = (*sizes, *kept)
         return found
 
     def on(self, machine: Machine) -> "Assessor":
         """Return an assessor for the same model on another machine."""
         return replace(self, machine=machine)
 
-    def __call__(self, name: str, layouts: Sequence[Layout], training: Training) -> Assessment:
-        layouts = [layout_of_unit(name, layout) for name, layout in zip(self.unit_names, layouts, strict=True)]
-        plans = [
-            UnitPlan(unit.name, layout, self._flats_of(index, layout, training), unit.holds_units, unit.backward_reads)
-            for index, (unit, layout) in enumerate(zip(self.subject.units, layouts, strict=True))
-        ]
+    def __call__(self, name: str, layouts: Layout | Sequence[Layout], training: Training) -> Assessment:
+        """Assess a layout for all units, or one for each."""
+        if isinstance(layouts, Layout):
+            layouts = [layouts] * len(self.unit_names)
+        plans = []
+        for unit, given in zip(self.subject.units, layouts, strict=True):
+            layout = layout_of_unit(unit.name, given)
+            key = (self._alike[unit.name], layout, training.precision, training.reduce)
+            if key not in self._flats:
+                axes = self.machine.cluster.axes
+                self._flats[key] = flats_of(unit, layout, training.formats, axes, self.keep_fp32)
+            plans.append(UnitPlan(unit.name, layout, self._flats[key], unit.holds_units, unit.backward_reads))
         schedule = make_schedule(plans, range(len(plans)), self.budget_bytes)
-        num_played = min(training.num_micro_batches, MOST_PLAYED)
-        events = step_events(schedule, num_played, clips=self.clips, num_moments=training.num_moments)
-        works = self.subject.works(training)
-        return Assessment(name, tuple(layouts), training, self.machine, schedule, events, works, self.subject.head_dim)
-
-    def _flats_of(self, index: int, layout: Layout, training: Training) -> tuple[Flat, ...]:
-        key = (self._alike[index], layout, training.precision, training.reduce)
-        if key not in self._flats:
-            unit, axes = self.subject.units[index], self.machine.cluster.axes
-            self._flats[key] = flats_of(unit, layout, training.formats, axes, self.keep_fp32)
-        return self._flats[key]
+        used, works = tuple(plan.layout for plan in plans), self.subject.works(training)
+        return Assessment(name, used, training, self.machine, schedule, works, self.subject.head_dim, self.clips)

@@ -7,7 +7,8 @@ over the bus, from disk and to it. `traffic_of` adds up the bytes of a list.
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Literal
+from itertools import chain
+from typing import Any, Literal
 
 from ..base.dtypes import INT32, dtype_of
 from ..base.intervals import pieces
@@ -16,7 +17,7 @@ from ..core.schedule.flat import Buffer, Flat, Hop, Pass
 from ..core.schedule.state_bytes import LOST, Way
 from ..core.schedule.step_schedule import Schedule, UnitPlan
 from ..core.schedule.unit_status import FlatGather, UnitStatus, statuses_of
-from ..core.wire.codec import encoded_bytes
+from ..core.wire.codec import Codec, encoded_bytes
 from ..core.wire.ledger import SHARE_OF_BUFFER, Call, Traffic, add_up, describe_call
 
 Verb = Literal["gather", "forward", "stow", "fetch", "backward", "reduce", "agree", "norm", "update"]
@@ -75,7 +76,10 @@ def step_events(
         if key not in known:
             known[key] = _MAKERS[verb](unit, *args) if verb in _MAKERS else Event(verb, unit.name)
         events.append(replace(known[key], unit=unit.name))
-    events.append(_agreement(schedule))
+    # The ranks exchange which parameters were used, one number each, and a hash of their optimizers' settings.
+    num_params, num_ranks = sum(len(flat.params) for flat in schedule.trainable_flats), schedule.num_ranks
+    call = describe_call("all_reduce", "world", num_ranks, num_params + 1, INT32)
+    events.append(Event("agree", ALL, (call,) if num_ranks > 1 and num_params else ()))
     if clips:
         events.append(Event("norm", ALL, tuple(_norm_calls(schedule))))
     events.extend(update_event(schedule.units[unit], num_moments) for unit in schedule.reduce_order)
@@ -83,7 +87,6 @@ def step_events(
 
 
 def _micro_batches(schedule: Schedule, statuses: list[UnitStatus], num_micro_batches: int) -> Iterator[_Action]:
-    is_trained = [unit.trainable for unit in schedule.units]
     for index in range(num_micro_batches):
         for unit in schedule.order:
             yield from _gathers(statuses, schedule.before_forward[unit], "forward")
@@ -94,7 +97,7 @@ def _micro_batches(schedule: Schedule, statuses: list[UnitStatus], num_micro_bat
             yield "backward", unit, ()
             if schedule.units[unit].gives_back:
                 statuses[unit].lose()
-            if is_trained[unit]:
+            if schedule.units[unit].trainable:
                 yield "reduce", unit, (index == 0, index == num_micro_batches - 1)
 
 
@@ -106,24 +109,15 @@ def _gathers(statuses: list[UnitStatus], units: Iterable[int], pass_: Pass) -> I
             status.finish_gather()
 
 
-def _agreement(schedule: Schedule) -> Event:
-    """The ranks exchange which parameters were used, one number each, and a hash of their optimizers' settings."""
-    num_params = sum(len(flat.params) for flat in schedule.trainable_flats)
-    num_ranks = schedule.num_ranks
-    call = describe_call("all_reduce", "world", num_ranks, num_params + 1, INT32)
-    return Event("agree", ALL, (call,) if num_ranks > 1 and num_params else ())
-
-
 def _norm_calls(schedule: Schedule) -> Iterator[Call]:
     """The all-reduces of a gradient norm: one number for each set of axes that masters are split over."""
-    sizes = {
-        flat.layout.chain[: flat.depth_of_master]: flat.axis_sizes[: flat.depth_of_master]
+    splits = {
+        tuple(zip(flat.layout.chain, flat.axis_sizes, strict=True))[: flat.depth_of_master]
         for flat in schedule.trainable_flats
     }
-    for axes in sorted(sizes):
-        for axis, size in zip(axes, sizes[axes], strict=True):
-            if size > 1:
-                yield describe_call("all_reduce", axis, size, 1, dtype_of("float64"))
+    for axis, size in chain.from_iterable(sorted(splits)):
+        if size > 1:
+            yield describe_call("all_reduce", axis, size, 1, dtype_of("float64"))
 
 
 def gather_event(unit: UnitPlan, todo: Iterable[FlatGather]) -> Event:
@@ -140,17 +134,14 @@ def gather_event(unit: UnitPlan, todo: Iterable[FlatGather]) -> Event:
                 calls.append(describe_call(hop.kind, hop.axis, num_ranks, num_elems, flat.compute))
         moves.extend(_copy_moves(flat, is_stale))
         if is_encoded:
-            encode_bytes += _row_making_bytes(flat, is_stale)
+            # Rows are encoded from this rank's master, which is cast already, or copied from the copy at rest, which
+            # consists of such rows; a new copy is written there.
+            if flat.copy_is_encoded:
+                encode_bytes += 2 * flat.rest_bytes
+            if is_stale or not flat.copy_is_encoded:
+                encode_bytes += flat.num_master * flat.compute.itemsize + flat.row_bytes
             decode_bytes += flat.gathered_row_bytes + flat.num_elems * flat.compute.itemsize
     return Event("gather", unit.name, tuple(calls), _added_up(moves), 0, encode_bytes, decode_bytes)
-
-
-def _row_making_bytes(flat: Flat, is_stale: bool) -> int:
-    """Bytes that are read and written before a gather of rows: rows are encoded from this rank's master, which is cast
-    already, or copied from the copy at rest, which consists of such rows; a new copy is written there."""
-    copied = 2 * flat.rest_bytes if flat.copy_is_encoded else 0
-    encoded = flat.num_master * flat.compute.itemsize + flat.row_bytes
-    return copied + (encoded if is_stale or not flat.copy_is_encoded else 0)
 
 
 def _copy_moves(flat: Flat, is_stale: bool) -> Iterator[Move]:
@@ -188,10 +179,14 @@ def reduce_event(unit: UnitPlan, is_first: bool, is_last: bool) -> Event:
     for flat in unit.flats:
         if flat.trainable:
             hops = flat.reduce_hops + (flat.sync_hops if is_last else ())
-            calls.extend(_reduce_calls(flat, hops))
-            first, *others = (*_coding_bytes(flat, hops), 0)
-            encode_bytes += first
-            decode_bytes += sum(others)
+            if flat.grads_codec is None:
+                moving = flat.moving(hops)
+                calls.extend(describe_call(hop.kind, hop.axis, size, num, flat.reduce) for hop, size, num in moving)
+            else:
+                encoded, (first, *others) = _encoded_reduction(flat, flat.grads_codec, hops)
+                calls.extend(encoded)
+                encode_bytes += first
+                decode_bytes += sum(others)
             if flat.grads_on_host and not is_first:
                 moves.append(Move("to_device", flat.num_grads * flat.reduce.itemsize))
             if flat.host_updates and is_last:
@@ -201,35 +196,26 @@ def reduce_event(unit: UnitPlan, is_first: bool, is_last: bool) -> Event:
     return Event("reduce", unit.name, tuple(calls), _added_up(moves), 0, encode_bytes, decode_bytes)
 
 
-def _reduce_calls(flat: Flat, hops: Iterable[Hop]) -> Iterator[Call]:
-    """The collectives of a reduction. Encoded, each rank receives the rows that it sums; then the rows of the sums are
-    gathered, if all ranks need them."""
-    codec = flat.grads_codec
+def _encoded_reduction(flat: Flat, codec: Codec, hops: Iterable[Hop]) -> tuple[list[Call], list[int]]:
+    """Return the collectives of a reduction, and the bytes that its encodings and decodings read and write.
+
+    For every hop, each rank receives the rows that it sums; then the rows of the sums are gathered, if all ranks need
+    them. With feedback, the last error is added before the first encoding, and the new one is computed: the rows once
+    more, three times the gradient, six times the error.
+    """
+    calls: list[Call] = []
+    coded: list[int] = []
     for hop, num_ranks, num_elems in flat.moving(hops):
-        if codec is None:
-            yield describe_call(hop.kind, hop.axis, num_ranks, num_elems, flat.reduce)
-            continue
-        num_bytes = num_ranks * encoded_bytes(codec, num_elems // num_ranks)
-        yield Call("reduce_scatter", hop.axis, str(codec), num_bytes, num_ranks)
-        if hop.kind == "all_reduce":
-            yield Call("all_gather", hop.axis, str(codec), num_bytes, num_ranks)
-
-
-def _coding_bytes(flat: Flat, hops: Iterable[Hop]) -> Iterator[int]:
-    """Bytes that a reduction's encodings and decodings read and write, one after the other: for every hop the rows that
-    are sent, and the sum of those received; and the rows of the sum, if all ranks need it. With feedback, the last
-    error is added first and the new one computed: the rows once more, three times the gradient, six times the error."""
-    codec = flat.grads_codec
-    for hop, num_ranks, num_elems in flat.moving(hops) if codec is not None else ():
-        assert codec is not None
         part, whole = num_elems // num_ranks * flat.reduce.itemsize, num_elems * flat.reduce.itemsize
         row = encoded_bytes(codec, num_elems // num_ranks)
-        lost = 3 * whole + 6 * LOST.itemsize * num_elems + num_ranks * row if codec.has_feedback else 0
-        yield whole + num_ranks * row + lost
-        yield num_ranks * row + part
+        rows = num_ranks * row
+        lost = 3 * whole + 6 * LOST.itemsize * num_elems + rows if codec.has_feedback else 0
+        calls.append(Call("reduce_scatter", hop.axis, str(codec), rows, num_ranks))
+        coded += [whole + rows + lost, rows + part]
         if hop.kind == "all_reduce":
-            yield part + row
-            yield num_ranks * row + whole
+            calls.append(Call("all_gather", hop.axis, str(codec), rows, num_ranks))
+            coded += [part + row, rows + whole]
+    return calls, coded or [0]
 
 
 _MAKERS: dict[Verb, Callable[..., Event]] = {"gather": gather_event, "reduce": reduce_event}
@@ -274,17 +260,17 @@ class StepTraffic:
 
     def continued(self, fewer: "StepTraffic", num: int) -> "StepTraffic":
         """Add `num` micro-batches; one is the difference between this and `fewer`."""
-        before = {(row.axis, row.kind, row.dtype): row for row in fewer.by_call.rows}
-        rows = []
-        for row in self.by_call.rows:
-            last = before.get((row.axis, row.kind, row.dtype), replace(row, num_calls=0, wire_bytes=0.0))
-            num_calls = row.num_calls + num * (row.num_calls - last.num_calls)
-            rows.append(
-                replace(row, num_calls=num_calls, wire_bytes=row.wire_bytes + num * (row.wire_bytes - last.wire_bytes))
-            )
+
+        def more(value: Any, last: Any, name: str) -> Any:
+            one, other = getattr(value, name), getattr(last, name)
+            return one + num * (one - other)
+
+        rows = tuple(
+            replace(row, **{name: more(row, last, name) for name in ("num_calls", "wire_bytes")})
+            for row, last in zip(self.by_call.rows, fewer.by_call.rows, strict=True)
+        )
         names = [entry.name for entry in fields(self) if entry.name != "by_call"]
-        amounts = {name: getattr(self, name) + num * (getattr(self, name) - getattr(fewer, name)) for name in names}
-        return StepTraffic(Traffic(tuple(rows)), **amounts)
+        return StepTraffic(Traffic(rows), **{name: more(self, fewer, name) for name in names})
 
     @property
     def pcie(self) -> int:

@@ -51,7 +51,7 @@ def choices(training: Training, modes: Sequence[Checkpointing], batches: Sequenc
     )
 
 
-def assess_best(assess: Assessor, name: str, layouts: Sequence[Layout], choice: Choice) -> Assessment:
+def assess_best(assess: Assessor, name: str, layouts: Layout | Sequence[Layout], choice: Choice) -> Assessment:
     """Return the fastest plan that fits, else the one that needs least. The first mode with room is the fastest."""
     fitting: list[Assessment] = []
     others: list[Assessment] = []
@@ -75,7 +75,7 @@ def presets(assess: Assessor, choice: Choice, only_exact: bool = False, has_disk
     for name, layout in PRESETS.items():
         lacks_disk, is_unknown = layout.uses_disk and not has_disk, is_fsdp2 and name not in FSDP2_HAS
         if not (lacks_disk or is_unknown or (only_exact and not layout.is_exact)):
-            yield assess_best(assess, name, [layout] * len(assess.unit_names), choice)
+            yield assess_best(assess, name, layout, choice)
 
 
 def mixtures(assess: Assessor, found: Mapping[str, Assessment], choice: Choice) -> Iterator[Assessment]:
@@ -87,11 +87,10 @@ def mixtures(assess: Assessor, found: Mapping[str, Assessment], choice: Choice) 
         base = found[split]
         if (stops_at_node and is_one_node) or not has_room(base):
             continue
-        whole = [PRESETS[kept]] * len(assess.unit_names)
         mixed = [
             most_kept(assess, split, kept, training)
             for training in same_batch(choice, base.training)
-            if not has_room(assess(kept, whole, training))
+            if not has_room(assess(kept, PRESETS[kept], training))
         ]
         best = fastest(entry for entry in mixed if entry is not None)
         if best is not None and best.tokens_per_s > base.tokens_per_s:
@@ -142,13 +141,15 @@ def fastest(found: Iterable[Assessment], tie: float = TIE) -> Assessment | None:
 
 def strategy_of(found: Assessment) -> Strategy:
     """The value for `sw.shard` and `--strategy`."""
-    if len(set(found.layouts)) == 1:
-        layout = found.layouts[0]
-        return layout.name if layout.name != "custom" else layout
-    names = [unit.name for unit in found.schedule.units]
     most = max(dict.fromkeys(found.layouts), key=found.layouts.count)
-    others = {name: layout.name for name, layout in zip(names, found.layouts, strict=True) if layout != most}
-    return {**others, "*": most.name}
+    others = {
+        unit.name: layout.name
+        for unit, layout in zip(found.schedule.units, found.layouts, strict=True)
+        if layout != most
+    }
+    if others:
+        return {**others, "*": most.name}
+    return most.name if most.name != "custom" else most
 
 
 def asked(assess: Assessor, strategy: Strategy, choice: Choice) -> Assessment:
@@ -189,23 +190,21 @@ def offloads(
 ) -> Iterator[Assessment]:
     """Yield offloaded plans that are better than all of `found`, or that fit if none of those does."""
     best = fastest(found)
-    for entry in _tried(assess, found, choice, has_disk):
+    for entry in _offloaded(assess, found, choice, has_disk):
         if best is None or fastest([best, entry]) is entry:
             best = entry
             yield entry
 
 
-def _tried(assess: Assessor, found: Sequence[Assessment], choice: Choice, has_disk: bool) -> Iterator[Assessment]:
-    fits_here = any(has_room(entry) and entry.is_on_device for entry in found)
+def _offloaded(assess: Assessor, found: Sequence[Assessment], choice: Choice, has_disk: bool) -> Iterator[Assessment]:
     layouts = {name: layout_of(name) for name in OFFLOADS}
     layouts = {name: layout for name, layout in layouts.items() if has_disk or not layout.uses_disk}
     tried: list[Assessment] = []
-    if not fits_here:
+    if not any(has_room(entry) and entry.is_on_device for entry in found):
         tried += _each(assess, layouts, choice)
-        yield from tried
-    stowed = list(_stowed(assess, found, choice))
-    yield from stowed
-    if not any(map(has_room, (*found, *tried, *stowed))):
+    tried += _with_offloaded_activations(assess, found, choice)
+    yield from tried
+    if not any(map(has_room, (*found, *tried))):
         moved = [replace(layout, activations_on="host") for layout in layouts.values()]
         yield from _each(assess, {layout.name: layout for layout in moved}, choice)
 
@@ -218,7 +217,7 @@ def _each(assess: Assessor, layouts: Mapping[str, Layout], choice: Choice) -> It
     for name, layout in layouts.items():
         if layout.uses_disk and fits_host:
             return
-        without = assess_best(assess, name, [layout] * len(assess.unit_names), choice)
+        without = assess_best(assess, name, layout, choice)
         is_in_vain = layout.grads_on == "device" and without.training.num_micro_batches == 1
         if is_in_vain or without.needed_bytes > without.machine.memory_bytes:
             continue
@@ -235,17 +234,14 @@ def _least_on_disk(assess: Assessor, entry: Assessment) -> Assessment:
     """Move as many units from disk to the host as fit, in the order in which their weights are needed."""
 
     def with_host(num: int) -> Assessment:
-        layouts = [on_host(layout) if index < num else layout for index, layout in enumerate(entry.layouts)]
+        layouts = list(entry.layouts)
+        for index, layout in enumerate(layouts[:num]):
+            params_on = "host" if layout.params_on == "disk" else layout.params_on
+            layouts[index] = replace(layout, params_on=params_on, optimizer_on="host")
         return assess(f"{entry.name} + {num} units on the host", layouts, entry.training)
 
     num = bisect_left(range(len(entry.layouts)), True, key=lambda num: not with_host(num).fits)
     return with_host(num - 1) if num > 1 else entry
-
-
-def on_host(layout: Layout) -> Layout:
-    """Return the layout with everything from disk on the host instead."""
-    params_on = "host" if layout.params_on == "disk" else layout.params_on
-    return replace(layout, params_on=params_on, optimizer_on="host")
 
 
 def _parts(units: Sequence[UnitSpec]) -> list[float]:
@@ -266,7 +262,7 @@ def _most_kept(
         kept = replace(layout, kept=part)
         # The value for `--strategy`, shortened to a preset's name and the differences from it.
         short = f"{name}+optimizer={layout.optimizer_on}:{round(1 - part, 4):g}"
-        return assess(short if part and name in PRESETS else kept.name, [kept] * len(assess.unit_names), training)
+        return assess(short if part and name in PRESETS else kept.name, kept, training)
 
     for bytes_of in (attrgetter("high_bytes"), attrgetter("needed_bytes")):
         index = bisect_right(parts, assess.machine.memory_bytes, key=lambda part: bytes_of(with_kept(part)))
@@ -276,18 +272,17 @@ def _most_kept(
     return None
 
 
-def _stowed(assess: Assessor, found: Sequence[Assessment], choice: Choice) -> Iterator[Assessment]:
+def _with_offloaded_activations(assess: Assessor, found: Sequence[Assessment], choice: Choice) -> Iterator[Assessment]:
     """Offload activations only, where the plan without that needs checkpointing or has no room."""
     is_one_node = assess.machine.cluster.num_nodes == 1
     by_name = {entry.name: entry for entry in found}
     for name in STOWS:
-        layout = replace(PRESETS[name], activations_on="host")
-        base = by_name[name]
+        layout, base = replace(PRESETS[name], activations_on="host"), by_name[name]
         trainings = same_batch(choice, base.training)
         is_easy = has_room(base) and base.training == trainings[0]
         if is_easy or (is_one_node and "node" in layout.chain):
             continue
-        entries = [assess(layout.name, [layout] * len(assess.unit_names), training) for training in trainings[::-1]]
+        entries = [assess(layout.name, layout, training) for training in trainings[::-1]]
         # The last mode needs least.
         best = fastest(entries) if entries[0].fits else None
         if best is not None and (not has_room(base) or best.tokens_per_s > base.tokens_per_s * (1 + TIE)):

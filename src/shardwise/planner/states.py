@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from ..base.dtypes import BF16, FP16
 from ..base.errors import ConfigurationError
-from ..core.layout import PRESETS, Layout, Split, Strategy, layouts_for
+from ..core.layout import PRESETS, Layout, Strategy, layouts_for
 from ..core.schedule.flat import Pass, flats_of
 from ..core.schedule.model import ROOT, Param, Site, UnitSpec
 from ..core.schedule.state_bytes import kept_losses
@@ -49,7 +49,7 @@ class StatesRow:
 
     @property
     def reserved(self) -> Reserved:
-        return Reserved(self.total, self.total, self.total)
+        return Reserved.exactly(self.total)
 
     @property
     def part_on_device(self) -> float:
@@ -104,42 +104,30 @@ def states_of(shape: StatesOnly, machine: Machine, training: Training, strategy:
 
 def _row(name: str, layout: Layout, num_params: int, machine: Machine, training: Training) -> StatesRow:
     formats, cluster = training.formats, machine.cluster
-    half = formats.compute.itemsize
-    moments = training.num_moments * formats.master.itemsize
-    has_master = formats.master != formats.compute
-    share = {"whole": 1, "node": cluster.node_size, "world": cluster.world_size}
-
-    def part(bytes_each: float, split: Split) -> int:
-        return round(num_params * bytes_each / share[split])
-
-    unit = _unit(layout, num_params, machine, training)
-    params, grads = part(half, layout.params), part(half, layout.grads)
-    if all(flat.copy_is_encoded for flat in unit.flats):
-        params = sum(flat.rest_bytes for flat in unit.flats)
-    optimizer = part(moments + (formats.master.itemsize if has_master else 0), layout.optimizer)
-    on_device = {"params": params, "grads": grads, "optimizer": optimizer}
-    elsewhere = {"host": 0, "disk": 0}
-    for what, place in (("params", layout.params_on), ("grads", layout.grads_on), ("optimizer", layout.optimizer_on)):
-        if place != "device":
-            kept = round(layout.kept * on_device[what])
-            elsewhere[place] += (on_device[what] - kept) * cluster.node_size
-            on_device[what] = kept
-    on_device["grads"] += kept_losses(unit.flats)
-    held = (on_device["params"], on_device["grads"], on_device["optimizer"], 0, 0, 0, 0)
-    memory = Memory((Instant("between backward and step", held),), (), training.num_moments, 0)
-    return StatesRow(
-        name, layout, training, machine, memory, elsewhere["host"], elsewhere["disk"], _moved(unit, machine, training)
-    )
-
-
-def _unit(layout: Layout, num_params: int, machine: Machine, training: Training) -> UnitPlan:
-    """Return a unit that consists of one matrix with all parameters."""
-    formats = training.formats
-    if formats.compute in (BF16, FP16):
-        formats = replace(formats, reduce=formats.compute)
+    half, master = formats.compute.itemsize, formats.master.itemsize
+    ranks = {"whole": 1, "node": cluster.node_size, "world": cluster.world_size}
+    # A unit that consists of one matrix with all parameters.
     param = Param("weight", (1, num_params), formats.master, True, (Site("", "weight"),))
-    found = UnitSpec(ROOT, "", (param,), False, True)
-    return UnitPlan(ROOT, layout, flats_of(found, layout, formats, machine.cluster.axes, ()), False, True)
+    sent = replace(formats, reduce=formats.compute) if formats.compute in (BF16, FP16) else formats
+    spec = UnitSpec(ROOT, "", (param,), False, True)
+    unit = UnitPlan(ROOT, layout, flats_of(spec, layout, sent, cluster.axes, ()), False, True)
+    each = {"params": half, "grads": half, "optimizer": training.num_moments * master}
+    if formats.master != formats.compute:
+        each["optimizer"] += master
+    on_device: list[int] = []
+    elsewhere = {"host": 0, "disk": 0}
+    for what, bytes_each in each.items():
+        num_bytes = round(num_params * bytes_each / ranks[getattr(layout, what)])
+        if what == "params" and all(flat.copy_is_encoded for flat in unit.flats):
+            num_bytes = sum(flat.rest_bytes for flat in unit.flats)
+        place = getattr(layout, f"{what}_on")
+        if place != "device":
+            elsewhere[place] += (num_bytes - round(layout.kept * num_bytes)) * cluster.node_size
+            num_bytes = round(layout.kept * num_bytes)
+        on_device.append(num_bytes + (kept_losses(unit.flats) if what == "grads" else 0))
+    memory = Memory((Instant("between backward and step", (*on_device, 0, 0, 0, 0)),), (), training.num_moments, 0)
+    moved = _moved(unit, machine, training)
+    return StatesRow(name, layout, training, machine, memory, elsewhere["host"], elsewhere["disk"], moved)
 
 
 def _moved(unit: UnitPlan, machine: Machine, training: Training) -> StepTraffic:

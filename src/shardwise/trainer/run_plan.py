@@ -17,7 +17,6 @@ from ..api.memory_report import memory
 from ..api.sharded_model import num_cores, traffic
 from ..api.sharding import chosen_plan
 from ..core.engine.guards import engine_of
-from ..core.engine.runtime import Engine
 from ..core.layout import layouts_for
 from ..core.optim.probe import num_moments
 from ..core.precision import precision_of
@@ -165,7 +164,8 @@ def plan_of(draft: Draft, model: nn.Module, settings: Settings) -> RunPlan:
         machine, name, why, found = chosen.machine, chosen.recommended.name, chosen.why, chosen.found
     assess = Assessor(draft.subject, machine, clips=draft.clips)
     others = tuple(assess(entry.name, entry.layouts, training) for entry in found if entry.name != name)
-    entry = _as_it_runs(assess(name, [unit.layout for unit in units], training), engine, draft.clips)
+    # The engine's own schedule may follow another order after the first step.
+    entry = replace(assess(name, [unit.layout for unit in units], training), schedule=engine.schedule)
     # The state as `sw.memory` plans it, and all buffers.
     state = state_bytes([flat for unit in units for flat in unit.flats], training.num_moments)
     rests = {**asdict(state), "buffers": memory(model).planned_buffers}
@@ -184,13 +184,6 @@ def _strategy(settings: Settings) -> str | dict[str, str]:
 
 def _name(strategy: str | dict[str, str]) -> str:
     return strategy if isinstance(strategy, str) else "mixed"
-
-
-def _as_it_runs(entry: Assessment, engine: Engine, clips: bool) -> Assessment:
-    """Use the engine's own schedule, which may follow another order after the first step."""
-    num_played = entry.training.num_micro_batches - entry.num_left_out
-    events = step_events(engine.schedule, num_played, clips=clips, num_moments=entry.training.num_moments)
-    return replace(entry, schedule=engine.schedule, events=events)
 
 
 # Numbers of a strategy that are unknown without activations.
@@ -233,14 +226,13 @@ def _starts(file: Path) -> list[dict[str, Any]]:
 def write_traffic(folder: Path, model: nn.Module, run_plan: RunPlan) -> None:
     """Write the traffic of the last step, a typical one: between ranks, and between a rank's memories."""
     engine, entry = engine_of(model), run_plan.entry
-    clips = any(event.verb == "norm" for event in entry.events)
-    events = step_events(engine.schedule, entry.training.num_micro_batches, clips=clips)
+    events = step_events(engine.schedule, entry.training.num_micro_batches, clips=entry.clips)
     planned, seen = add_up(call for event in events for call in event.calls), traffic(model)
     text: dict[str, Any] = {
         name: [asdict(row) for row in moved.rows] for name, moved in (("seen", seen), ("planned", planned))
     }
     if seen.moves:
-        moved = _as_it_runs(entry, engine, clips).moved
+        moved = replace(entry, schedule=engine.schedule).moved
         ways = {way: getattr(moved, way) for way in sorted(get_args(Way)) if getattr(moved, way)}
         text["moves"] = {"seen": dict(seen.moves), "planned": ways}
     replace_file(folder / TRAFFIC, json.dumps(text, indent=1) + "\n")

@@ -67,26 +67,40 @@ def seconds_of(
     schedule: Schedule, works: Mapping[str, Work], speed: Speed, training: Training
 ) -> dict[str, UnitSeconds]:
     """Seconds by unit name. Work outside of units (a loss after a tied head) is added to the last unit."""
-    known: dict[int, UnitSeconds] = {}
-    for work in works.values():
-        if id(work) not in known:
-            known[id(work)] = work_seconds(work, speed, training)
+    different = {id(work): work for work in works.values()}
+    known = {key: work_seconds(work, speed, training) for key, work in different.items()}
     found = {
-        unit.name: replace(
-            known[id(works[unit.name])],
-            norm=NORM_PASSES * grad_bytes(unit, leaves=False) / speed.memory,
-            norm_of_leaving=NORM_PASSES_OF_LEAVING * grad_bytes(unit, leaves=True) / speed.memory,
-            update=update_bytes(unit, training.num_moments) / speed.memory,
-            cast=cast_bytes(unit) / speed.memory,
-        )
+        unit.name: _with_update(known[id(works[unit.name])], unit, speed, training.num_moments)
         for unit in schedule.units
     }
     last = schedule.units[schedule.order[-1]].name
-    for name, work in works.items():
-        if name not in found:
-            pairs = zip(astuple(found[last]), astuple(known[id(work)]), strict=True)
-            found[last] = UnitSeconds(*(one + other for one, other in pairs))
+    for name in [name for name in works if name not in found]:
+        pairs = zip(astuple(found[last]), astuple(known[id(works[name])]), strict=True)
+        found[last] = UnitSeconds(*(one + other for one, other in pairs))
     return found
+
+
+def _with_update(each: UnitSeconds, unit: UnitPlan, speed: Speed, num_moments: float) -> UnitSeconds:
+    """Add a unit's norm and update, and the cast before its gather."""
+    trained = [flat for flat in unit.flats if flat.trainable]
+    here = [flat for flat in trained if not flat.host_updates]
+    offloaded = [flat for flat in trained if flat.host_updates]
+    grad_bytes, offloaded_bytes = (
+        sum(flat.num_master * flat.reduce.itemsize for flat in flats) for flats in (here, offloaded)
+    )
+    # Gradients are read, masters and moments are read and written.
+    update_bytes = sum(
+        flat.num_master * (flat.reduce.itemsize + 2 * flat.master.itemsize * (1 + num_moments)) for flat in here
+    )
+    cast = [flat for flat in unit.flats if flat.master_on == "device" and not flat.master_is_whole]
+    cast_bytes = sum(flat.num_master * (flat.master.itemsize + flat.compute.itemsize) for flat in cast)
+    return replace(
+        each,
+        norm=NORM_PASSES * grad_bytes / speed.memory,
+        norm_of_leaving=NORM_PASSES_OF_LEAVING * offloaded_bytes / speed.memory,
+        update=update_bytes / speed.memory,
+        cast=cast_bytes / speed.memory,
+    )
 
 
 def work_seconds(work: Work, speed: Speed, training: Training) -> UnitSeconds:
@@ -136,25 +150,3 @@ def backward_s(work: Work, speed: Speed, moved: float = MOVED_BACKWARD) -> float
 def _cost(m: int, n: int, k: int, efficiency: Efficiency) -> float:
     """FLOP of a product, including the waste of its pipelines and its last wave."""
     return 2.0 * (k + efficiency.prologue) * (m * n + efficiency.tail)
-
-
-def update_bytes(unit: UnitPlan, num_moments: float) -> float:
-    """Bytes that an optimizer's step on the device reads and writes: gradients are read, masters and moments
-    are read and written."""
-    return sum(
-        flat.num_master * (flat.reduce.itemsize + 2 * flat.master.itemsize * (1 + num_moments))
-        for flat in unit.flats
-        if flat.trainable and not flat.host_updates
-    )
-
-
-def grad_bytes(unit: UnitPlan, leaves: bool) -> int:
-    """Bytes of this rank's gradients as the optimizer reads them: the offloaded ones (`leaves`), or the others."""
-    flats = [flat for flat in unit.flats if flat.trainable and flat.host_updates == leaves]
-    return sum(flat.num_master * flat.reduce.itemsize for flat in flats)
-
-
-def cast_bytes(unit: UnitPlan) -> float:
-    """Bytes that a gather reads and writes first, to cast this rank's part of the masters to the compute dtype."""
-    flats = [flat for flat in unit.flats if flat.master_on == "device" and not flat.master_is_whole]
-    return sum(flat.num_master * (flat.master.itemsize + flat.compute.itemsize) for flat in flats)

@@ -105,7 +105,7 @@ def fsdp2_memory_of(
         step.backward(is_first=index == 0)
     step.note("update", OPTIMIZER, step.shard_bytes if step.wrapping.is_foreach else 0)
     flats = tuple(unit.flats for unit in schedule.units)
-    return Memory(tuple(step.found), flats, training.num_moments, 0, tuple(step.pool_peaks))
+    return Memory(tuple(step.instants), flats, training.num_moments, 0, tuple(step.pool_peaks))
 
 
 class _Step(MemoryWalk):
@@ -131,9 +131,6 @@ class _Step(MemoryWalk):
         self.works = dict(works)
         if wrapping.compiles_loss:
             self.works[last] = _compiled(works[last], self.num_logits, self.itemsize)
-        self._hold_states(schedule, training)
-
-    def _hold_states(self, schedule: Schedule, training: Training) -> None:
         self.shard_bytes = 0
         for unit in schedule.units:
             for flat in unit.flats:
@@ -156,11 +153,10 @@ class _Step(MemoryWalk):
         self.pool_peaks[COMPUTE_STREAM] = max(self.pool_peaks[COMPUTE_STREAM], self.pools[COMPUTE_STREAM] + extra)
 
     def forward(self) -> None:
-        self._gather_for_forward(self.root_name, 0)
-        input_bytes = self._run_forward(self.root_name, 0)
-        for name in self.names:
-            group = self.groups[name]
-            if group is not self.root:
+        input_bytes = 0
+        for name in (self.root_name, *self.names):
+            group, work = self.groups[name], self.works[name]
+            if group is not self.root or name == self.root_name:
                 self._gather_for_forward(name, input_bytes)
             if name == self.names[-1]:
                 # The root's forward ends before the loss, which needs only the logits.
@@ -169,16 +165,12 @@ class _Step(MemoryWalk):
                     self._release(self.root)
                 self.hold(GATHERED, -self.kept_output, GATHER_STREAM)
                 self.kept_output = 0
-            input_bytes = self._run_forward(name, input_bytes)
+            kind = LOSS if work.kind == "loss" else ACTIVATIONS
+            self.note(f"forward {name}", kind, input_bytes + work.forward_peak_bytes)
+            self.hold(kind, work.saved_bytes)
+            input_bytes = work.output_bytes
             if name != self.names[-1]:
                 self._end_forward(group)
-
-    def _run_forward(self, name: str, input_bytes: int) -> int:
-        work = self.works[name]
-        kind = LOSS if work.kind == "loss" else ACTIVATIONS
-        self.note(f"forward {name}", kind, input_bytes + work.forward_peak_bytes)
-        self.hold(kind, work.saved_bytes)
-        return work.output_bytes
 
     def _gather_for_forward(self, name: str, input_bytes: int) -> None:
         group = self.groups[name]
@@ -217,7 +209,13 @@ class _Step(MemoryWalk):
                 self._gather_for_backward(name, work)
                 self._prefetch(next(index for index, other in enumerate(self.chain) if other is group) - 1)
             if name == last:
-                self._note_head_backward(loss)
+                extra = loss.output_bytes + loss.backward_peak_bytes
+                if self.num_logits:
+                    # The logits have a gradient, and the loss has freed its tensors of that size.
+                    saved = self.itemsize if self.wrapping.compiles_loss else FP32_BYTES
+                    input_bytes = self.works[self.names[-2] if position else self.root_name].output_bytes
+                    extra = (self.itemsize - saved) * self.num_logits + loss.grad_bytes + input_bytes
+                self.note("backward head", LOSS, extra)
             else:
                 self.note(f"backward {name}", ACTIVATIONS, work.output_bytes + work.backward_peak_bytes)
             self.hold(LOSS if name == last else ACTIVATIONS, -work.saved_bytes)
@@ -235,15 +233,6 @@ class _Step(MemoryWalk):
             self._reduce(self.names[0], self.groups[self.names[0]], 0, is_first)
         self.hold(REDUCE, -self.kept_input)
         self.kept_input = 0
-
-    def _note_head_backward(self, loss: Work) -> None:
-        """Note the head's backward: the logits have a gradient, and the loss has freed its tensors of that size."""
-        if not self.num_logits:
-            self.note("backward head", LOSS, loss.output_bytes + loss.backward_peak_bytes)
-            return
-        before = self.works[self.names[-2] if len(self.names) > 1 else self.root_name].output_bytes
-        saved = self.itemsize if self.wrapping.compiles_loss else FP32_BYTES
-        self.note("backward head", LOSS, (self.itemsize - saved) * self.num_logits + loss.grad_bytes + before)
 
     def _prefetch(self, position: int) -> None:
         if position >= 0 and id(self.chain[position]) not in self.gathered:

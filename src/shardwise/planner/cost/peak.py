@@ -19,34 +19,33 @@ from ..training import Training
 from ..work.work import Work
 
 # Units whose activations are on the device at once: the one that runs, and one that is being copied.
-NUM_THERE = 2
+NUM_ON_DEVICE = 2
 
 
-def stowed_bytes(schedule: Schedule, works: Mapping[str, Work]) -> dict[str, int]:
+def offloaded_activations(schedule: Schedule, works: Mapping[str, Work]) -> dict[str, int]:
     """Bytes of offloadable activations by unit name, in forward order. Those of the last unit are never copied."""
-    leaves = [schedule.units[unit] for unit in schedule.leaves]
-    saved = {}
-    for unit in leaves:
+    found = {}
+    for unit in (schedule.units[index] for index in schedule.leaves):
         work = works[unit.name]
         # Of a checkpointed unit only the input is offloaded, which has the size of its output.
         num_bytes = min(work.saved_bytes, work.output_bytes) if work.recomputed else work.saved_bytes
         if unit.layout.activations_on == "host" and num_bytes >= state_bytes.MIN_OFFLOADED_ACTIVATION_BYTES:
-            saved[unit.name] = num_bytes
-    return saved
+            found[unit.name] = num_bytes
+    return found
 
 
-def with_stowing(events: Sequence[Event], stowed: Mapping[str, int]) -> Iterator[Event]:
+def with_activation_copies(events: Sequence[Event], offloaded: Mapping[str, int]) -> Iterator[Event]:
     """Insert the copies of activations into the events of a step."""
-    names = list(stowed)
+    names = list(offloaded)
     # A unit's backward starts the fetch for the unit before it, unless that one's activations are still on the device.
-    before = {name: names[index - 1] for index, name in enumerate(names) if 0 < index <= len(names) - NUM_THERE}
+    before = {name: names[index - 1] for index, name in enumerate(names) if 0 < index <= len(names) - NUM_ON_DEVICE}
     for event in events:
         ahead = before.get(event.unit) if event.verb == "backward" else None
         if ahead is not None:
-            yield Event("fetch", ahead, moves=(Move("to_device", stowed[ahead]),))
+            yield Event("fetch", ahead, moves=(Move("to_device", offloaded[ahead]),))
         yield event
         if event.verb == "forward" and event.unit in names[:-1]:
-            yield Event("stow", event.unit, moves=(Move("to_host", stowed[event.unit]),))
+            yield Event("stow", event.unit, moves=(Move("to_host", offloaded[event.unit]),))
 
 
 LOSS_NAME = "loss"
@@ -95,13 +94,22 @@ class Memory:
     def host_bytes(self) -> int:
         return self.away.host + self.stowed
 
-    @property
-    def disk_bytes(self) -> int:
-        return self.away.disk
-
     @cached_property
     def peak(self) -> Instant:
         return max(self.instants, key=lambda instant: instant.total)
+
+
+class MemoryWalk:
+    """Tracks memory by class through a step: what is held now, and the instants so far."""
+
+    def __init__(self) -> None:
+        self.instants: list[Instant] = []
+        self.held = [0] * len(CLASSES)
+
+    def note(self, name: str, kind: int = ACTIVATIONS, extra: int = 0) -> None:
+        row = self.held.copy()
+        row[kind] += extra
+        self.instants.append(Instant(name, tuple(row)))
 
 
 def memory_of(
@@ -112,7 +120,8 @@ def memory_of(
     workspace_bytes: int = WORKSPACE_BYTES,
 ) -> Memory:
     """Walk through `events`: a step, including the copies of offloaded activations."""
-    walk = _Walk(schedule, works, training, workspace_bytes)
+    walk = _Walk(schedule, works, training)
+    walk.held[ACTIVATIONS] += workspace_bytes
     last_forward = max(index for index, event in enumerate(events) if event.verb == "forward")
     for index, event in enumerate(events):
         if event.verb == "gather":
@@ -120,53 +129,24 @@ def memory_of(
         elif event.verb == "forward":
             walk.forward(event.unit)
         elif event.verb == "fetch":
-            walk.held[ACTIVATIONS] += walk.stowed[event.unit]
+            walk.held[ACTIVATIONS] += walk.offloaded[event.unit]
         elif event.verb == "backward":
             walk.backward(event.unit, is_last=index > last_forward)
         elif event.verb == "agree":
             walk.update(clips=any(event.verb == "norm" for event in events))
     flats = tuple(unit.flats for unit in schedule.units)
-    return Memory(tuple(walk.found), flats, training.num_moments, sum(list(walk.stowed.values())[:-1]))
-
-
-class MemoryWalk:
-    """Tracks memory by class through a step: what is held now, and the instants so far."""
-
-    def __init__(self) -> None:
-        self.found: list[Instant] = []
-        self.held = [0] * len(CLASSES)
-
-    def note(self, name: str, kind: int = ACTIVATIONS, extra: int = 0) -> None:
-        row = self.held.copy()
-        row[kind] += extra
-        self.found.append(Instant(name, tuple(row)))
+    return Memory(tuple(walk.instants), flats, training.num_moments, sum(list(walk.offloaded.values())[:-1]))
 
 
 class _Walk(MemoryWalk):
     """Tracks memory by class through the events of a step."""
 
-    def __init__(self, schedule: Schedule, works: Mapping[str, Work], training: Training, workspace_bytes: int) -> None:
+    def __init__(self, schedule: Schedule, works: Mapping[str, Work], training: Training) -> None:
         super().__init__()
         self.schedule, self.works = schedule, works
         self.units = {unit.name: unit for unit in schedule.units}
-        self.held[ACTIVATIONS] = workspace_bytes
-        self._hold_what_stays(training)
-        # Layers that write gradients into the collective's input need that memory before their backward, others after.
-        self.writes_directly = {unit.name: _writes_directly(unit, works[unit.name]) for unit in schedule.units}
-        self.stowed = stowed_bytes(schedule, works)
-        self.there: deque[int] = deque()  # offloadable bytes that are still on the device
-        self.is_gathered: set[str] = set()
-        self.has_grads: set[str] = set()
-        self.slot_bytes, self.num_slots = schedule.reduction_slot_bytes, 0
-        self.leaving: deque[int] = deque()  # gradients that are being copied to the host, by unit
-        self.norm_bytes = 0
-        # Gradients that autograd allocated: since the last reduction began, before that, and for the root.
-        self.unfetched = self.fetched = self.of_root = 0
-        self.input_bytes = 0
-        self.in_backward = False
-
-    def _hold_what_stays(self, training: Training) -> None:
-        schedule = self.schedule
+        self.comes_and_goes: set[str] = set()
+        self.writes_directly: set[str] = set()
         for unit, slot in zip(schedule.units, schedule.slot_of, strict=True):
             for flat in unit.flats:
                 params, optimizer = state_bytes.device_state(flat, training.num_moments)
@@ -175,11 +155,28 @@ class _Walk(MemoryWalk):
             self.held[GRADS] += state_bytes.kept_losses(unit.flats)
             if slot is None and unit.layout.gathered_until == "forward":
                 self.held[GATHERED] += unit.gathered_bytes
+            if slot is None and unit.gives_back:
+                self.comes_and_goes.add(unit.name)
+            # Layers that write gradients into the collective's input need that memory before their backward, others
+            # after. Blocks do so, and a head unless its loss makes its gradients.
+            work = works[unit.name]
+            is_direct = work.kind == "activations" or 2 * work.grad_bytes < unit.trained_bytes
+            if is_direct and unit.backward_reads and not unit.holds_units:
+                self.writes_directly.add(unit.name)
         self.held[GATHERED] += sum(schedule.slot_bytes) + step_schedule.NUM_ROW_SLOTS * schedule.row_slot_bytes
         if training.num_micro_batches > 1:
             self.held[REDUCE] += schedule.scratch_bytes
-        slots = zip(schedule.units, schedule.slot_of, strict=True)
-        self.comes_and_goes = {unit.name for unit, slot in slots if slot is None and unit.gives_back}
+        self.offloaded = offloaded_activations(schedule, works)
+        self.on_device: deque[int] = deque()  # offloadable bytes that are still on the device
+        self.is_gathered: set[str] = set()
+        self.has_grads: set[str] = set()
+        self.num_slots = 0
+        self.leaving: deque[int] = deque()  # gradients that are being copied to the host, by unit
+        self.norm_bytes = 0
+        # Gradients that autograd allocated: since the last reduction began, before that, and for the root.
+        self.unfetched = self.fetched = self.of_root = 0
+        self.input_bytes = 0
+        self.in_backward = False
 
     def gather(self, name: str) -> None:
         if name in self.comes_and_goes and name not in self.is_gathered:
@@ -190,10 +187,10 @@ class _Walk(MemoryWalk):
         self._end_backward()
         work = self.works[name]
         kind = LOSS if work.kind == "loss" else ACTIVATIONS
-        if name in self.stowed:
-            if len(self.there) == NUM_THERE:
-                self.held[ACTIVATIONS] -= self.there.popleft()
-            self.there.append(self.stowed[name])
+        if name in self.offloaded:
+            if len(self.on_device) == NUM_ON_DEVICE:
+                self.held[ACTIVATIONS] -= self.on_device.popleft()
+            self.on_device.append(self.offloaded[name])
         # Its input is the output of the unit before, and lives until it is saved or freed.
         self.note(f"forward {name}", kind, self.input_bytes + work.forward_peak_bytes)
         self.held[kind] += work.saved_bytes
@@ -210,11 +207,11 @@ class _Walk(MemoryWalk):
             # the next reduction begins. The root is reduced at the end.
             self.held[GRADS] -= self.fetched
             self.fetched, self.unfetched = self.unfetched, 0
-        if self.writes_directly[name]:
+        if name in self.writes_directly:
             self._open_for(unit, is_last)
         self.note(f"backward {name}", kind, work.output_bytes + work.backward_peak_bytes)
         self.held[kind] -= work.saved_bytes
-        if unit.trainable and not self.writes_directly[name]:
+        if unit.trainable and name not in self.writes_directly:
             self._open_for(unit, is_last)
             self.note(f"reduce {name}", GRADS, work.grad_bytes)
         self.held[GRADS] += work.grad_bytes
@@ -226,7 +223,7 @@ class _Walk(MemoryWalk):
     def _begin_backward(self) -> None:
         self.in_backward = True
         # Activations that are still on the device stay until the backward of their unit.
-        self.there.clear()
+        self.on_device.clear()
         if LOSS_NAME in self.works:
             # The head belongs to the root: it comes after the last unit, and its gradient stays until the end.
             loss = self.works[LOSS_NAME]
@@ -240,7 +237,7 @@ class _Walk(MemoryWalk):
         """Add the memory of a unit's gradients and, if needed, of a reduction slot."""
         if unit.reduced_bytes and self.num_slots < step_schedule.NUM_REDUCTIONS:
             self.num_slots += 1
-            self.held[REDUCE] += self.slot_bytes
+            self.held[REDUCE] += self.schedule.reduction_slot_bytes
         if unit.name not in self.has_grads:
             self.has_grads.add(unit.name)
             self.held[GRADS] += state_bytes.resting_grads(unit.flats)
@@ -257,7 +254,7 @@ class _Walk(MemoryWalk):
     def _end_backward(self) -> None:
         self.held[GRADS] -= self.unfetched + self.fetched + self.of_root
         self.unfetched = self.fetched = self.of_root = 0
-        self.held[REDUCE] -= self.num_slots * self.slot_bytes
+        self.held[REDUCE] -= self.num_slots * self.schedule.reduction_slot_bytes
         self.num_slots = 0
         self.in_backward = False
 
@@ -273,14 +270,7 @@ class _Walk(MemoryWalk):
         self.note("update", OPTIMIZER, min(sum(sizes), max(sizes, default=0) + 4 * step_schedule.PART_ELEMS))
 
 
-def _writes_directly(unit: UnitPlan, work: Work) -> bool:
-    """True: gradients are written into the collective's input. Blocks do so, and a head unless its loss makes them."""
-    if unit.holds_units or not unit.backward_reads:
-        return False
-    return work.kind == "activations" or 2 * work.grad_bytes < unit.trained_bytes
-
-
-MB, GIB = 10**6, 1 << 30
+MB = 10**6
 # Fragmentation of FSDP2's compute stream in torchtitan's logs (`benchmarks/planner_memory_published.py`).
 HOLES = 0.08
 
@@ -290,6 +280,10 @@ class Reserved:
     low: int
     expected: int
     high: int
+
+    @classmethod
+    def exactly(cls, num_bytes: int) -> "Reserved":
+        return cls(num_bytes, num_bytes, num_bytes)
 
 
 def reserved_of(schedule: Schedule, memory: Memory, training: Training, is_recomputed: bool) -> Reserved:

@@ -12,7 +12,7 @@ is free again, as on the emulated fabric (`bench/fabric.py`). The bus has a wire
 update of state on disk is one operation on host and disk, since the engine reads, updates and writes in a pipeline.
 """
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -23,7 +23,7 @@ from ..hardware.cluster import Cluster
 from ..hardware.gpus import IDEAL, Overheads
 from ..hardware.links import plan_transfer
 from .compute import UnitSeconds
-from .peak import NUM_THERE
+from .peak import NUM_ON_DEVICE
 
 Queue = tuple[str, str]  # a lane, and the name of one of its queues
 # Pairs (wire, seconds that it is occupied), and the latency that follows.
@@ -58,43 +58,41 @@ class Op:
     end_s: float = -1.0
 
 
-def cost_of(call: Call, cluster: Cluster, wear: Overheads = IDEAL) -> Cost:
-    """Return the cost of a collective on one rank. `cluster.switch`: a link that speeds up all-reduces in a node."""
-    fabric, world = cluster.fabric, cluster.world_size
-    ranks = range(0, world, max(1, world // call.num_ranks)) if call.axis == "replicate" else range(call.num_ranks)
-    num_hops = ranks[-1] // fabric.node_size
-    if call.kind == "all_reduce" and cluster.switch is not None and not num_hops:
-        fabric = replace(fabric, intra=cluster.switch)
-    transfer = plan_transfer(fabric, call.kind, call.num_bytes, ranks, 0)
-    wires = tuple((wire, wire_s) for wire, wire_s in transfer.occupied_s.items() if wire_s)
-    return wires, transfer.latency_s + num_hops * wear.hop_us * 1e-6
-
-
 class Lanes:
     """Simulates the operations of one rank in the order in which they begin."""
 
-    def __init__(self, cluster: Cluster, wear: Overheads) -> None:
-        self._cluster, self._overheads = cluster, wear
-        self._queues: dict[Queue, deque[Op]] = {}
-        self._queue_free: dict[Queue, float] = {}
-        self._wire_free: dict[str, float] = {}
+    def __init__(self, cluster: Cluster, overheads: Overheads) -> None:
+        self._cluster, self.overheads = cluster, overheads
+        self._queues: defaultdict[Queue, deque[Op]] = defaultdict(deque)
+        self._queue_free: defaultdict[Queue, float] = defaultdict(float)
+        self._wire_free: defaultdict[str, float] = defaultdict(float)
         self._costs: dict[Call, Cost] = {}
         self._busy: list[tuple[float, float]] = []  # (begin, end) of collectives that slow computation down
-        self.busy_s: dict[str, float] = {}
+        self.busy_s: defaultdict[str, float] = defaultdict(float)
         self.spans: list[Span] = []
 
     def start_calls(self, lane: str, name: str, calls: Iterable[Call], ready_s: float, after: Op | None) -> Op | None:
         """Queue collectives one after the other; return the last operation of the chain."""
         for call in calls:
-            cost = self._costs.get(call)
-            if cost is None:
-                cost = self._costs[call] = cost_of(call, self._cluster, self._overheads)
-            after = self._queue(Op((lane, call.axis), name, ready_s, after, cost))
+            if call not in self._costs:
+                self._costs[call] = self._cost_of(call)
+            after = self._queue(Op((lane, call.axis), name, ready_s, after, self._costs[call]))
         return after
+
+    def _cost_of(self, call: Call) -> Cost:
+        """Return the cost of a collective. `cluster.switch`: a link that speeds up all-reduces in a node."""
+        fabric, world = self._cluster.fabric, self._cluster.world_size
+        ranks = range(0, world, max(1, world // call.num_ranks)) if call.axis == "replicate" else range(call.num_ranks)
+        num_hops = ranks[-1] // fabric.node_size
+        if call.kind == "all_reduce" and self._cluster.switch is not None and not num_hops:
+            fabric = replace(fabric, intra=self._cluster.switch)
+        transfer = plan_transfer(fabric, call.kind, call.num_bytes, ranks, 0)
+        wires = tuple((wire, wire_s) for wire, wire_s in transfer.occupied_s.items() if wire_s)
+        return wires, transfer.latency_s + num_hops * self.overheads.hop_us * 1e-6
 
     def coding_s(self, num_bytes: int) -> float:
         """Return the seconds in which the device reads and writes these bytes to encode or decode them."""
-        return num_bytes / (self._overheads.coding * self._cluster.gpu.hbm_bytes_per_s)
+        return num_bytes / (self.overheads.coding * self._cluster.gpu.hbm_bytes_per_s)
 
     def start_coding(self, queue: Queue, name: str, num_bytes: int, ready_s: float, after: Op | None) -> Op | None:
         """Queue encoding or decoding on the device, which occupies no wire. 0 bytes need no operation."""
@@ -124,8 +122,6 @@ class Lanes:
         return self._queue(Op((HOST, HOST), name, ready_s, None, (wires, 0.0)))
 
     def _queue(self, op: Op) -> Op:
-        if op.queue not in self._queues:
-            self._queues[op.queue], self._queue_free[op.queue] = deque(), 0.0
         self._queues[op.queue].append(op)
         return op
 
@@ -163,16 +159,16 @@ class Lanes:
         lane = first.queue[0]
         wires, latency_s = first.cost
         for wire, wire_s in wires:
-            wire_begin_s = max(begin_s, self._wire_free.get(wire, 0.0))
+            wire_begin_s = max(begin_s, self._wire_free[wire])
             free_s = self._wire_free[wire] = wire_begin_s + wire_s
-            self.busy_s[wire] = self.busy_s.get(wire, 0.0) + wire_s
+            self.busy_s[wire] += wire_s
             if free_s > done_s:
                 begun_s, done_s = wire_begin_s, free_s
             if wire == DISK != lane:
                 self.spans.append(Span(DISK, first.name, wire_begin_s, free_s))
         first.end_s = self._queue_free[first.queue] = done_s + latency_s
         self._queues[first.queue].popleft()
-        if self._overheads.contention != 1.0 and lane in COLLECTIVES and wires:
+        if self.overheads.contention != 1.0 and lane in COLLECTIVES and wires:
             self._busy.append((begun_s, first.end_s))
             self._busy.sort()
         self.spans.append(Span(lane, first.name, begun_s, first.end_s))
@@ -180,7 +176,7 @@ class Lanes:
 
     def computed(self, begin_s: float, work_s: float) -> float:
         """Return when computation that starts at `begin_s` ends. It is slower while collectives run."""
-        if self._overheads.contention == 1.0:
+        if self.overheads.contention == 1.0:
             return begin_s + work_s
         end_s = self._slowed_end_s(begin_s, work_s)
         while self.run_until(end_s):
@@ -189,7 +185,7 @@ class Lanes:
         return end_s
 
     def _slowed_end_s(self, begin_s: float, work_s: float) -> float:
-        slowdown = self._overheads.contention
+        slowdown = self.overheads.contention
         now_s, left_s = begin_s, work_s
         for begun_s, ended_s in self._busy:
             if ended_s <= now_s:
@@ -207,60 +203,45 @@ class Lanes:
 
 
 # Queues in which the device encodes and decodes: one for gathers, one each for start and end of reductions.
-GATHER_LANE, START_LANE, FINISH_LANE = ("gather", "coding"), ("reduce", "start"), ("reduce", "finish")
+_CODING = {"gather": ("coding", "coding"), "reduce": ("start", "finish")}
 
 
 class StepSimulator:
     """Simulates a step: the computation, the host that launches its kernels, and the transfers (`lanes`)."""
 
-    def __init__(self, schedule: Schedule, seconds: Mapping[str, UnitSeconds], lanes: Lanes, wear: Overheads) -> None:
-        self.lanes, self._overheads = lanes, wear
-        self._seconds = seconds
-        units = {unit.name: unit for unit in schedule.units}
-        self._has_slot = {name: unit.reduced_bytes > 0 for name, unit in units.items()}
-        self._has_leaving_grads = {
-            name: any(flat.host_updates and not flat.grads_on_host for flat in unit.flats)
-            for name, unit in units.items()
-        }
+    def __init__(self, schedule: Schedule, seconds: Mapping[str, UnitSeconds], lanes: Lanes) -> None:
+        self.lanes, self.overheads, self._seconds = lanes, lanes.overheads, seconds
+        self._has_slot = {unit.name for unit in schedule.units if unit.reduced_bytes}
+        leaving = [unit for unit in schedule.units if any(f.host_updates and not f.grads_on_host for f in unit.flats)]
+        self._has_leaving_grads = {unit.name for unit in leaving}
         self._position_of = {schedule.units[unit].name: position for position, unit in enumerate(schedule.order)}
         self._compute_s = self._host_s = self._extra_s = 0.0  # end of computation, end of host work, added delay
         self._host_updates: dict[str, Op] = {}
         self._host_updates_end_s = 0.0
-        self.forget()
-
-    def forget(self) -> None:
-        """Drop the recorded spans and times of the previous step."""
-        self.spans: list[Span] = []
-        self.lanes.spans.clear()
-        self.lanes.busy_s.clear()
-        self.work_s = self.updates_s = 0.0
 
     def play(self, events: Sequence[Event]) -> float:
-        """Simulate one step; return the time at which its computation ends."""
-        self._gathers: dict[str, Op] = {}
-        self._updates_before: dict[str, Op] = {}
+        """Simulate one step; return the time at which its computation ends. Spans are those of this step."""
+        self.spans: list[Span] = []
+        self.lanes.spans = []
+        self.lanes.busy_s.clear()
+        self.work_s = self.updates_s = self._norm_end_s = self._updates_end_s = 0.0
+        self._gathers: dict[str, Op | None] = {}
         # By unit: the end of its reduction, and the end of the copy of its gradients to the host.
         self._reductions: dict[str, Op | None] = {}
         self._arrivals: dict[str, Op | None] = {}
         self._slots: deque[Op | None] = deque([None] * NUM_REDUCTIONS, NUM_REDUCTIONS)
         self._leaving_grads: deque[Op | None] = deque([None] * NUM_LEAVING, NUM_LEAVING)
-        self._offloaded: dict[str, Op] = {}
-        self._offloads: deque[Op | None] = deque([None] * NUM_THERE, NUM_THERE)
-        self._fetches: dict[str, Op] = {}
-        self._norm_end_s = self._updates_end_s = 0.0
+        # Copies of activations to the host (of the last units in `_offloads`) and back.
+        self._copies: dict[tuple[str, str], Op] = {}
+        self._offloads: deque[Op | None] = deque([None] * NUM_ON_DEVICE, NUM_ON_DEVICE)
         last_forward = max(index for index, event in enumerate(events) if event.verb == "forward")
         for index, event in enumerate(events):
             if event.verb == "gather":
                 self._gather(event)
-            elif event.verb == "forward":
-                unit = self._seconds[event.unit]
-                # The device has memory for the activations of this unit and of one that is being copied.
-                self._compute(event, unit.forward, unit.forward_kernels, self.lanes.end_of(self._offloads[0]))
+            elif event.verb in ("forward", "backward"):
+                self._compute(event)
             elif event.verb in ("stow", "fetch"):
                 self._copy_activations(event)
-            elif event.verb == "backward":
-                unit = self._seconds[event.unit]
-                self._compute(event, unit.backward, unit.backward_kernels, self._backward_ready_s(event.unit))
             elif event.verb == "reduce":
                 self._reduce(event, is_last=index > last_forward)
             elif event.verb == "update":
@@ -274,70 +255,70 @@ class StepSimulator:
         return self._compute_s
 
     def _gather(self, event: Event) -> None:
-        self._host_s += self._overheads.event_s
+        self._host_s += self.overheads.event_s
         name = f"gather {event.unit}"
         ready_s = max(self._compute_s, self._host_s)
-        last = self._host_updates.pop(event.unit, None)
-        if last is not None:
-            self._updates_before[event.unit] = last
+        last = self._host_updates.get(event.unit)
         for move in event.moves:
             if move.way in ("read", "to_device"):
                 last = self.lanes.start_move(name, move, ready_s, last, "gather")
-        # Casts and encodings run next to the computation, and delay it by their own duration.
+        # Casts run next to the computation, and delay it by their own duration.
         cast_s = self._seconds[event.unit].cast
         self._extra_s += cast_s
-        self._extra_s += self.lanes.coding_s(event.encode_bytes + event.decode_bytes)
-        last = self.lanes.start_coding(GATHER_LANE, name, event.encode_bytes, ready_s + cast_s, last)
-        last = self.lanes.start_calls("gather", name, event.calls, ready_s + cast_s, last)
-        last = self.lanes.start_coding(GATHER_LANE, name, event.decode_bytes, ready_s + cast_s, last)
-        if last is not None:
-            self._gathers[event.unit] = last
+        last = self._start_collectives(event, ready_s + cast_s, last)
+        self._gathers[event.unit] = last
         for move in event.moves:
             if move.way in ("to_host", "write"):
                 last = self.lanes.start_move(name, move, ready_s, last, "gather")
 
-    def _compute(self, event: Event, work_s: float, num_kernels: float, not_before_s: float) -> None:
-        if event.unit in self._updates_before:
-            # The host launches the unit only after it has updated the weights.
-            self._host_s = max(self._host_s, self.lanes.end_of(self._updates_before.pop(event.unit)))
-        begin_s = max(self._compute_s, self._host_s, not_before_s)
-        self._host_s += num_kernels * self._overheads.launch_s
-        if event.unit in self._gathers:
-            begin_s = max(begin_s, self.lanes.end_of(self._gathers.pop(event.unit)))
+    def _start_collectives(self, event: Event, ready_s: float, last: Op | None) -> Op | None:
+        """Encode, send and decode, which delays the computation by the duration of both codings."""
+        lane, name, (before, after) = event.verb, f"{event.verb} {event.unit}", _CODING[event.verb]
+        self._extra_s += self.lanes.coding_s(event.encode_bytes + event.decode_bytes)
+        last = self.lanes.start_coding((lane, before), name, event.encode_bytes, ready_s, last)
+        last = self.lanes.start_calls(lane, name, event.calls, ready_s, last)
+        return self.lanes.start_coding((lane, after), name, event.decode_bytes, ready_s, last)
+
+    def _compute(self, event: Event) -> None:
+        name, unit, end_of = event.unit, self._seconds[event.unit], self.lanes.end_of
+        if event.verb == "forward":
+            work_s, num_kernels = unit.forward, unit.forward_kernels
+            # The device has memory for the activations of this unit and of one that is being copied.
+            ready_s = end_of(self._offloads[0])
+        else:
+            work_s, num_kernels = unit.backward, unit.backward_kernels
+            # The activations are fetched, and there is memory for the gradients.
+            slot_s = end_of(self._slots[0]) if name in self._has_slot else 0.0
+            copied_s = end_of(self._leaving_grads[0]) if name in self._has_leaving_grads else 0.0
+            ready_s = max(slot_s, copied_s, end_of(self._copies.get(("fetch", name))))
+        # The host launches the unit only after it has updated the weights.
+        self._host_s = max(self._host_s, end_of(self._host_updates.pop(name, None)))
+        begin_s = max(self._compute_s, self._host_s, ready_s, end_of(self._gathers.pop(name, None)))
+        self._host_s += num_kernels * self.overheads.launch_s
         # The unit cannot end before its last kernel is launched.
         self._compute_s = max(self.lanes.computed(begin_s, work_s + self._extra_s), self._host_s)
         self._extra_s = 0.0
         self.work_s += work_s
-        self.spans.append(Span("compute", f"{event.verb} {event.unit}", begin_s, self._compute_s))
+        self.spans.append(Span("compute", f"{event.verb} {name}", begin_s, self._compute_s))
 
     def _copy_activations(self, event: Event) -> None:
-        before, name = self._offloaded.get(event.unit) if event.verb == "fetch" else None, f"{event.verb} {event.unit}"
+        before = self._copies.get(("stow", event.unit)) if event.verb == "fetch" else None
+        name = f"{event.verb} {event.unit}"
         copy = self.lanes.start_move(name, event.moves[0], self._compute_s, before, "activations")
-        if event.verb == "fetch":
-            self._fetches[event.unit] = copy
-        else:
-            self._offloaded[event.unit] = copy
+        self._copies[event.verb, event.unit] = copy
+        if event.verb == "stow":
             self._offloads.append(copy)
 
-    def _backward_ready_s(self, name: str) -> float:
-        """Return when a backward may begin: its activations are fetched, and there is memory for its gradients."""
-        slot_s = self.lanes.end_of(self._slots[0]) if self._has_slot[name] else 0.0
-        copied_s = self.lanes.end_of(self._leaving_grads[0]) if self._has_leaving_grads[name] else 0.0
-        return max(slot_s, copied_s, self.lanes.end_of(self._fetches.pop(name, None)))
-
     def _reduce(self, event: Event, is_last: bool) -> None:
-        self._host_s += self._overheads.event_s
+        self._host_s += self.overheads.event_s
         name = f"reduce {event.unit}"
-        self._extra_s += self.lanes.coding_s(event.encode_bytes + event.decode_bytes)
-        last = self.lanes.start_coding(START_LANE, name, event.encode_bytes, self._compute_s, None)
-        last = self.lanes.start_calls("reduce", name, event.calls, self._compute_s, last)
-        last = reduced = self.lanes.start_coding(FINISH_LANE, name, event.decode_bytes, self._compute_s, last)
+        last = reduced = self._start_collectives(event, self._compute_s, None)
         for move in event.moves:
             last = self.lanes.start_move(name, move, self._compute_s, last, "gradients")
-        if self._has_slot[event.unit]:
+        if event.unit in self._has_slot:
             self._slots.append(last)
         if is_last:
-            self._leaving_grads.append(last if self._has_leaving_grads[event.unit] else None)
+            self._leaving_grads.append(last if event.unit in self._has_leaving_grads else None)
             self._extra_s += self._seconds[event.unit].norm_of_leaving
         self._reductions[event.unit], self._arrivals[event.unit] = reduced, last
 
@@ -394,12 +375,11 @@ class Timing:
 
     def continued(self, fewer: "Timing", num: int) -> "Timing":
         """Add `num` micro-batches without spans. `fewer` has one less than this: the difference is the cost of each."""
-        return Timing(
-            self.step_s + num * (self.step_s - fewer.step_s),
-            self.compute_s + num * (self.compute_s - fewer.compute_s),
-            self.update_s,
-            {name: busy + num * (busy - fewer.busy_s.get(name, 0.0)) for name, busy in self.busy_s.items()},
-            self.spans,
+        return replace(
+            self,
+            step_s=self.step_s + num * (self.step_s - fewer.step_s),
+            compute_s=self.compute_s + num * (self.compute_s - fewer.compute_s),
+            busy_s={name: busy + num * (busy - fewer.busy_s[name]) for name, busy in self.busy_s.items()},
         )
 
     @property
@@ -412,12 +392,11 @@ def step_time(
     events: Sequence[Event],
     seconds: Mapping[str, UnitSeconds],
     cluster: Cluster,
-    wear: Overheads = IDEAL,
+    overheads: Overheads = IDEAL,
 ) -> Timing:
     """Simulate a step. `events`: `step_events(schedule, ...)`; `seconds`: durations of each unit without waits."""
-    simulator = StepSimulator(schedule, seconds, Lanes(cluster, wear), wear)
+    simulator = StepSimulator(schedule, seconds, Lanes(cluster, overheads))
     begin_s = simulator.play(events)
-    simulator.forget()
     end_s = simulator.play(events)
     spans = [
         Span(span.lane, span.name, span.begin_s - begin_s, span.end_s - begin_s)
