@@ -44,6 +44,7 @@ from torch import Tensor, nn
 
 import shardwise as sw
 from benchmarks.planner_cases import Case, cases, smoke
+from shardwise.base.errors import import_library
 from shardwise.bench import fabric
 from shardwise.bench.measure import failure
 from shardwise.bench.pages import commit, processor
@@ -52,7 +53,7 @@ from shardwise.trainer.checkpointing import checkpoint_blocks
 from shardwise.trainer.data.samples import Batch
 from shardwise.trainer.model import Transformer
 from shardwise.trainer.models.headloss import find_path, loss_sum, set_path
-from shardwise.trainer.models.lora import adapters_for, hush, with_adapters
+from shardwise.trainer.models.lora import adapters_for, with_adapters
 from shardwise.trainer.optimizers import optimizer_for
 from shardwise.trainer.settings import Lora, Settings
 
@@ -84,9 +85,7 @@ def build(case: Case, device: torch.device) -> nn.Module:
 
 
 def hugging_face(case: Case) -> Any:
-    hush()
-    import transformers
-
+    transformers = import_library("transformers", "this benchmark")
     auto: Any = transformers.AutoModelForCausalLM
     shape = case.shape
     config = transformers.LlamaConfig(

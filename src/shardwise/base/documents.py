@@ -169,8 +169,9 @@ def parse(text: str | bytes) -> Any:
         raise ValueError("it is nested too deeply") from None
 
 
-def read_object(path: Path, what: str) -> dict[str, Any]:
-    """Read a JSON object; `what` names it in errors."""
+def read_object(path: Path, what: str = "") -> dict[str, Any]:
+    """Read a JSON object; `what` names it in errors, instead of its path."""
+    what = what or str(path)
     try:
         value = parse(read_regular(path, MOST_JSON_BYTES))
     except OSError as error:

@@ -5,7 +5,10 @@ again; after any other code a new start would fail in the same way.
 """
 
 import difflib
+import logging
 from collections.abc import Iterable
+from importlib import import_module
+from typing import Any
 
 
 def printable(text: str) -> str:
@@ -83,6 +86,17 @@ class SaveError(CheckpointError):
     """A checkpoint could not be written; older ones are unchanged. Another try may succeed."""
 
     exit_code = 1
+
+
+def import_library(name: str, what: str) -> Any:
+    """Import a library of Hugging Face, which `what` needs, and silence torchao, which it may import: that warns about
+    features that are not used here."""
+    for noisy in ("torchao", "torch.utils._pytree"):
+        logging.getLogger(noisy).setLevel(logging.ERROR)
+    try:
+        return import_module(name)
+    except ImportError as error:
+        raise ConfigurationError(f"{what} needs {name}: install shardwise[hf]") from error
 
 
 def nearest(word: str, known: Iterable[str]) -> str | None:

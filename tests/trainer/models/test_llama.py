@@ -9,7 +9,7 @@ from safetensors.torch import save_file
 
 from shardwise.trainer.data.tokenizer import BYTES, write_byte_tokenizer
 from shardwise.trainer.model import Transformer
-from shardwise.trainer.models.llama import in_tree_leaf_name, in_tree_name, leaf_name, llama_config, llama_name
+from shardwise.trainer.models.llama import IN_TREE_LEAVES, LEAVES, in_tree_name, llama_config, llama_name
 from shardwise.trainer.shapes import TransformerShape
 
 SHAPE = {"vocab": 257, "hidden": 48, "layers": 2, "heads": 6, "kv_heads": 2, "ffn": 80, "max_seq": 64}
@@ -44,7 +44,7 @@ def test_names_come_back() -> None:
         "base_model.model.model.layers.1.self_attn.q_proj.lora_A.weight"
     )
     for leaf in ("query", "key", "value", "out", "gate", "up", "down"):
-        assert in_tree_leaf_name(leaf_name(leaf)) == leaf
+        assert IN_TREE_LEAVES[LEAVES[leaf]] == leaf
 
 
 def test_the_byte_tokenizer_is_theirs_too(tmp_path: Path) -> None:

@@ -6,7 +6,6 @@ plain keys and values. Then transformers builds the module. Nothing is downloade
 """
 
 import json
-import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -15,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...base.documents import find, read_object
 from ...base.dtypes import FP32, DType, dtype_of
-from ...base.errors import ConfigurationError
+from ...base.errors import ConfigurationError, import_library
 from .shape import ModelShape
 
 if TYPE_CHECKING:
@@ -266,23 +265,11 @@ _MAPPINGS = (
 _ALTERNATIVES = "or give --shape layers=..., or the module itself: sw.plan(model, ...)"
 
 
-def hush() -> None:
-    """Silence torchao. transformers and peft import it if it is installed, and it warns about features unused here."""
-    for name in ("torchao", "torch.utils._pytree"):
-        logging.getLogger(name).setLevel(logging.ERROR)
-
-
 def module_of_config(name: str, config: Config, why: str) -> "nn.Module":
     """Build the module on the meta device. `why`: why sizes are not enough, for the error if it cannot be built."""
-    hush()
-    try:
-        import torch
-        import transformers
-    except ImportError:
-        raise ConfigurationError(
-            f"model {name!r}: {why}, so the model itself is counted, which needs transformers: install shardwise[hf], "
-            f"{_ALTERNATIVES}"
-        ) from None
+    import torch
+
+    transformers = import_library("transformers", f"model {name!r}: {why}, so the model itself is counted, which")
     kind = str(config.get("model_type"))
     if kind not in transformers.CONFIG_MAPPING:
         raise ConfigurationError(

@@ -14,7 +14,7 @@ from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any
 
-from ...base.errors import ConfigurationError
+from ...base.errors import ConfigurationError, import_library
 
 SUFFIXES = {".txt": "text", ".md": "text", ".jsonl": "rows", ".bin": "tokens"}
 PIECE_BYTES = 2**16  # small enough for many per batch, which cores share
@@ -152,11 +152,7 @@ def _problem_of_messages(messages: Any) -> str:
 
 def load_dataset(name: str, split: str) -> Any:
     """Open a folder written by `save_to_disk`, a folder of files, or an id. All are memory-mapped."""
-    try:
-        import datasets  # type: ignore[import-untyped]
-    except ImportError as error:
-        needs = "needs datasets, which is not installed: pip install 'shardwise[hf]'"
-        raise ConfigurationError(f"dataset {name}: {needs}") from error
+    datasets = import_library("datasets", f"dataset {name}")
     folder = Path(name).expanduser()
     try:
         if (folder / "dataset_dict.json").is_file():

@@ -27,7 +27,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from ...base.errors import ConfigurationError
+from ...base.errors import ConfigurationError, import_library
 
 Message = Mapping[str, Any]
 Segments = list[tuple[list[int], bool]]
@@ -101,14 +101,9 @@ def _hugging_face(name: str) -> Tokenizer:
     folder = Path(name).expanduser()
     if not folder.is_dir() and (name.startswith(("/", ".", "~")) or folder.exists()):
         raise ConfigurationError(f"tokenizer {name}: no such folder; give one with a tokenizer.json in it, or 'bytes'")
+    loader = import_library("transformers", f"tokenizer {name} (not 'bytes')").AutoTokenizer
     try:
-        from transformers import AutoTokenizer
-    except ImportError as error:
-        raise ConfigurationError(
-            f"tokenizer {name}: needs transformers, which is not installed: pip install 'shardwise[hf]', or use 'bytes'"
-        ) from error
-    try:
-        made: Any = AutoTokenizer.from_pretrained(str(folder) if folder.is_dir() else name, trust_remote_code=False)
+        made = loader.from_pretrained(str(folder) if folder.is_dir() else name, trust_remote_code=False)
     except (OSError, ValueError, ImportError, KeyError, AttributeError, TypeError) as error:
         reason = str(error).strip().partition("\n")[0]
         raise ConfigurationError(f"tokenizer {name}: neither a tokenizer's folder nor a known id: {reason}") from error

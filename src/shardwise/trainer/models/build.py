@@ -6,30 +6,28 @@ if built.weights is not None:
     sw.load_full_state_dict(model, built.weights)
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from ...base.errors import ConfigurationError
+from ...base.errors import ConfigurationError, import_library
 from ...planner.hardware.gpus import flops_per_token
-from ...planner.shapes.hf_config import hush
 from ..model import Transformer
 from ..settings import Settings
 from .facts import ModelFacts, check, in_tree_shape, require_vocabulary, shape_in, weight_files
 from .headloss import LossPath, find_path, has_plain_head, set_path
-from .llama import in_tree_leaf_name
+from .llama import IN_TREE_LEAVES
 from .lora import adapters_for, with_adapters
-from .weights import LazyWeights, StoredTensors, hugging_face_weights, in_tree_weights, names_by_tensor
+from .weights import LazyWeights, hugging_face_weights, in_tree_weights, names_by_tensor, stored_tensors
 
 
 @dataclass(frozen=True)
 class Built:
     model: nn.Module
     facts: ModelFacts
-    weights: Mapping[str, Tensor] | None  # None: sw.shard initialises them
+    weights: LazyWeights | None  # None: sw.shard initialises them
     num_params: int
     num_trainable: int
     isolates_documents: bool  # loss_sum accepts positions, which isolate the documents of a row
@@ -72,9 +70,15 @@ def build(
     if adapters is not None:
         if is_in_tree:  # files have Llama's names, but modules have ours
             if not isinstance(adapters.target_modules, str):
-                adapters.target_modules = {in_tree_leaf_name(name) for name in adapters.target_modules}
+                adapters.target_modules = {IN_TREE_LEAVES.get(name, name) for name in adapters.target_modules}
             adapters.task_type = None
-        model, weights = _adapted(model, weights, adapters, settings.seed, device)
+        names_before = names_by_tensor(model)
+        model = with_adapters(model, adapters, settings.seed, device)
+        if weights is not None:
+            names_after = names_by_tensor(model)
+            names = [pair for key, old in names_before.items() for pair in zip(old, names_after[key], strict=True)]
+            added = {name: param.detach() for name, param in model.named_parameters() if id(param) not in names_before}
+            weights = weights.with_tensors(added, dict(names))
         adapters.base_model_name_or_path = facts.origin
         if path.how == "chunked" and not has_plain_head(model):
             path = LossPath("plain", path.isolates)
@@ -99,19 +103,15 @@ def build(
 
 
 def _hugging_face_model(settings: Settings, facts: ModelFacts) -> Any:
-    hush()
+    transformers = import_library("transformers", f"model {settings.model!r}")
+    loader = transformers.AutoModelForCausalLM
     try:
-        import transformers
-    except ImportError:
-        raise ConfigurationError(f"model {settings.model!r} needs transformers: install shardwise[hf]") from None
-    try:
-        auto: Any = transformers.AutoModelForCausalLM
         config = transformers.AutoConfig.from_pretrained(str(facts.config_file), trust_remote_code=False)
         config.use_cache = False
         config.return_dict = True
         with torch.device("meta"):
             # Use the dtype of the files: exports and frozen weights keep it. Trainable weights have master weights.
-            model = auto.from_config(config, dtype=_dtype(config, facts), trust_remote_code=False)
+            model = loader.from_config(config, dtype=_dtype(config, facts), trust_remote_code=False)
     except (ValueError, KeyError, TypeError, ImportError, OSError) as error:
         reason = str(error).strip().partition("\n")[0]
         raise ConfigurationError(f"model {settings.model!r}: transformers cannot build it: {reason}") from None
@@ -123,23 +123,9 @@ def _dtype(config: Any, facts: ModelFacts) -> torch.dtype:
         return torch.float32
     if isinstance(config.dtype, torch.dtype):
         return config.dtype
-    stored = StoredTensors(weight_files(facts.folder)[:1])
-    dtypes = (stored.read(name).dtype for name in stored.names)  # views of a mapped file: no data is read
+    stored = stored_tensors(weight_files(facts.folder)[:1])
+    dtypes = (tensor.dtype for tensor in stored.values())  # views of a mapped file: no data is read
     return next((dtype for dtype in dtypes if dtype.is_floating_point), torch.float32)
-
-
-def _adapted(
-    model: nn.Module, weights: LazyWeights | None, config: Any, seed: int, device: torch.device
-) -> tuple[nn.Module, LazyWeights | None]:
-    """Return the model with adapters, and its weights under the names that peft gives them."""
-    names_before = names_by_tensor(model)
-    adapted = with_adapters(model, config, seed, device)
-    if weights is None:
-        return adapted, None
-    names_after = names_by_tensor(adapted)
-    names = {old: new for key, olds in names_before.items() for old, new in zip(olds, names_after[key], strict=True)}
-    adapters = {name: param.detach() for name, param in adapted.named_parameters() if id(param) not in names_before}
-    return adapted, weights.with_tensors(adapters, names)
 
 
 def _num_lookup_elems(model: Any) -> int:

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from ...api.full_weights import whole_parts
+from ...base.documents import read_object
 from ...base.errors import ShardwiseError
 from ...checkpoint.tensor_files import OnBytes, Source
 from ...checkpoint.writer import MAX_FILE_BYTES, new_folder, write_note, write_sources, write_weights
@@ -30,12 +31,11 @@ from ..data.tokenizer import BYTES, tokenizer_for, write_byte_tokenizer
 from ..model import Transformer
 from ..settings import Settings
 from .build import Built
-from .facts import TOKENIZER_KEY, ModelFacts, read_json, tokenizer_files
-from .llama import leaf_name, llama_config
+from .facts import TOKENIZER_KEY, ModelFacts, tokenizer_files
+from .llama import LEAVES, llama_config
 from .lora import ADAPTER, adapter_form, base_name, is_adapter, merged
 from .weights import stored_form
 
-_GENERATION = "generation_config.json"
 BASE = "base"  # the folder of randomly initialised weights, next to the adapters that were trained on them
 
 
@@ -131,7 +131,7 @@ def write_export(content: Content, folder: Path, on_bytes: OnBytes = lambda num_
             place.mkdir(exist_ok=True)
             stored = stored_form(inner, base, names)
             write_weights(place, stored, content.max_bytes, on_bytes)
-            _write_config(inner, facts, place, _float_dtype(stored))
+            _write_config(inner, facts, place, stored)
             _write_tokenizer(facts, place)
         if adapters:
             write_sources(into / "adapter_model.safetensors", adapter_form(model, adapters), on_bytes)
@@ -142,16 +142,12 @@ def write_export(content: Content, folder: Path, on_bytes: OnBytes = lambda num_
         write_note(into, note)
 
 
-def _float_dtype(sources: Sequence[Source]) -> torch.dtype:
-    """The dtype of most elements."""
-    counts = Counter({torch.float32: 0})
+def _write_config(inner: Any, facts: ModelFacts, folder: Path, sources: Sequence[Source]) -> None:
+    counts = Counter({torch.float32: 0})  # elements by dtype
     for source in sources:
         if source.dtype.is_floating_point:
             counts[source.dtype] += source.num_bytes // source.dtype.itemsize
-    return counts.most_common(1)[0][0]
-
-
-def _write_config(inner: Any, facts: ModelFacts, folder: Path, dtype: torch.dtype) -> None:
+    dtype = counts.most_common(1)[0][0]
     if facts.kind == "in-tree":
         about = llama_config(inner.shape, str(dtype).removeprefix("torch."), tokenizer_for(facts.tokenizer).end_id)
         about |= {TOKENIZER_KEY: BYTES.name} if facts.tokenizer == BYTES.name else {}
@@ -164,14 +160,14 @@ def _write_config(inner: Any, facts: ModelFacts, folder: Path, dtype: torch.dtyp
     vars(config).pop(TOKENIZER_KEY, None)  # the model may have it from an earlier export
     config.update({TOKENIZER_KEY: BYTES.name} if facts.tokenizer == BYTES.name else {})
     # Another tokenizer than the model's has other special tokens: a document begins and ends with its end token.
-    is_own = facts.folder is not None and Path(facts.tokenizer).expanduser().resolve() == facts.folder
+    assert facts.folder is not None
+    is_own = Path(facts.tokenizer).expanduser().resolve() == facts.folder
     ends = {} if is_own else dict.fromkeys(("bos_token_id", "eos_token_id"), tokenizer_for(facts.tokenizer).end_id)
     config.get_text_config().update({**ends, "pad_token_id": None} if ends else {})
     config.save_pretrained(folder)
-    given = facts.folder / _GENERATION if facts.folder is not None else None
-    if given is not None and given.is_file():
-        about = read_json(given)
-        (folder / _GENERATION).write_text(json.dumps({**about, **ends}, indent=2) + "\n")
+    given = facts.folder / "generation_config.json"
+    if given.is_file():
+        (folder / given.name).write_text(json.dumps({**read_object(given), **ends}, indent=2) + "\n")
     elif inner.can_generate():
         generation = copy.deepcopy(inner.generation_config)
         for name, value in ends.items():
@@ -184,7 +180,7 @@ def _write_adapter_config(model: Any, folder: Path, base: str | None) -> None:
     config.inference_mode = True
     if isinstance(model.get_base_model(), Transformer):
         if not isinstance(config.target_modules, str):
-            config.target_modules = {leaf_name(name) for name in config.target_modules}
+            config.target_modules = {LEAVES.get(name, name) for name in config.target_modules}
         config.task_type = "CAUSAL_LM"
     if base is not None:
         config.base_model_name_or_path = base

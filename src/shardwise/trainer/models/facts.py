@@ -12,13 +12,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ...base.documents import read_object
-from ...base.errors import ConfigurationError, did_you_mean
+from ...base.errors import ConfigurationError, did_you_mean, import_library
 from ..data.tokenizer import BYTES
 from ..settings import Settings
 from ..shapes import PRESETS, SHAPE_KEYS, TransformerShape
 from .llama import SHAPE_KEY
-
-Kind = Literal["in-tree", "hf"]
 
 TOKENIZER_KEY = "shardwise_tokenizer"  # in a config.json: the byte tokenizer, which needs no files
 NO_LIMIT = 2**31 - 1  # sequence length of models without a limit
@@ -38,7 +36,7 @@ _LENGTH_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_se
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    kind: Kind
+    kind: Literal["in-tree", "hf"]
     max_seq: int
     vocab_size: int | None  # None: that of the tokenizer, for an in-tree shape
     tokenizer: str  # from the settings, else the model's, else (with random weights) "bytes"
@@ -83,7 +81,7 @@ def _facts_of_folder(settings: Settings) -> ModelFacts:
     place = find_model(settings.model, with_weights=not settings.random_weights)
     is_config = place.is_file()
     folder, config_file = (place.parent, place) if is_config else (place, place / "config.json")
-    config = read_json(config_file)
+    config = read_object(config_file)
     problem = ""
     if settings.shape:
         key = f"shape.{next(iter(settings.shape))}"
@@ -154,13 +152,10 @@ def find_model(name: str, *, with_weights: bool) -> Path:
     if not re.fullmatch(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?", name) or name.endswith(".json"):
         raise ConfigurationError(f"model {name!r}: there is no such folder")
     known = "neither an in-tree shape nor a folder" + ("" if "/" in name else f"; {did_you_mean(name, PRESETS)}")
-    try:
-        from huggingface_hub import snapshot_download
-    except ImportError:
-        raise ConfigurationError(f"model {name!r}: {known}; ids of Hugging Face need shardwise[hf]") from None
+    hub = import_library("huggingface_hub", f"model {name!r}: {known}; an id of Hugging Face")
     patterns = [*_FETCHED, "*.safetensors"] if with_weights else _FETCHED
     try:
-        folder = Path(snapshot_download(name, allow_patterns=patterns, ignore_patterns=_NOT_FETCHED))
+        folder = Path(hub.snapshot_download(name, allow_patterns=patterns, ignore_patterns=_NOT_FETCHED))
     except Exception as error:  # noqa: BLE001  a network, a repository that is not there or wants a login
         reason = str(error).strip().partition("\n")[0]
         raise ConfigurationError(f"model {name!r}: {known}; the download failed: {reason}") from None
@@ -172,7 +167,7 @@ def find_model(name: str, *, with_weights: bool) -> Path:
 def weight_files(folder: Path) -> list[Path]:
     """The safetensors files of a folder, in order. Missing or pickled files are refused."""
     if (folder / _INDEX).is_file():
-        weight_map = read_json(folder / _INDEX).get("weight_map", {})
+        weight_map = read_object(folder / _INDEX).get("weight_map", {})
         if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
             raise ConfigurationError(f"model {str(folder)!r}: the weight_map of {_INDEX} does not contain file names")
         names = sorted(set(weight_map.values()))
@@ -189,7 +184,3 @@ def weight_files(folder: Path) -> list[Path]:
         fix = "save it again as safetensors with save_pretrained"
         why = f"has pickled weights only ({pickled}), which are never opened: {fix}"
     raise ConfigurationError(f"model {str(folder)!r} {why}")
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    return read_object(path, str(path))

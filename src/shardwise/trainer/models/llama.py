@@ -23,7 +23,9 @@ _IN_BLOCK = {
     "ffn.up": "mlp.up_proj",
     "ffn.down": "mlp.down_proj",
 }
-_LEAVES = {ours.rpartition(".")[2]: theirs.rpartition(".")[2] for ours, theirs in _IN_BLOCK.items()}
+# Llama's names of modules by their last word, as in the targets of adapters.
+LEAVES = {ours.rpartition(".")[2]: theirs.rpartition(".")[2] for ours, theirs in _IN_BLOCK.items()}
+IN_TREE_LEAVES = {theirs: ours for ours, theirs in LEAVES.items()}
 
 
 def llama_name(name: str) -> str:
@@ -43,15 +45,6 @@ def _renamed(name: str, block: str, other_block: str, inside: dict[str, str], ou
     if match := re.match(rf"(^|.*\.)({others})(?=\.|$)", name):
         return f"{match[1]}{outside[match[2]]}{name[match.end() :]}"
     return name
-
-
-def leaf_name(name: str) -> str:
-    """Llama's name of a module by its last word, as in the targets of adapters."""
-    return _LEAVES.get(name, name)
-
-
-def in_tree_leaf_name(name: str) -> str:
-    return next((ours for ours, theirs in _LEAVES.items() if theirs == name), name)
 
 
 def llama_config(shape: TransformerShape, dtype: str, end_id: int | None) -> dict[str, Any]:

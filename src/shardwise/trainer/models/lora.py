@@ -14,10 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...base.errors import CheckpointError, ConfigurationError, did_you_mean
+from ...base.errors import CheckpointError, ConfigurationError, did_you_mean, import_library
 from ...checkpoint.tensor_files import Source
 from ...checkpoint.writer import converted
-from ...planner.shapes.hf_config import hush
 from ..model import Transformer
 from ..settings import Lora
 from .llama import llama_name
@@ -28,13 +27,8 @@ IN_TREE_TARGETS = ("query", "value")  # the same projections as peft's default f
 
 def adapters_for(lora: Lora, is_in_tree: bool) -> Any:
     """Return the peft configuration for these settings."""
-    hush()
-    try:
-        import peft
-    except ImportError:
-        raise ConfigurationError("lora needs peft: install shardwise[hf]") from None
-    config: Any = peft.LoraConfig
-    return config(
+    peft = import_library("peft", "lora")
+    return peft.LoraConfig(
         r=lora.r,
         lora_alpha=lora.alpha,
         lora_dropout=lora.dropout,

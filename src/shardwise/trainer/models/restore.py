@@ -11,7 +11,7 @@ weights: each tensor is read when it is written.
 import dataclasses
 import json
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -22,8 +22,9 @@ from torch import Tensor, nn
 
 from ...api.full_weights import load_full_state_dict
 from ...api.sharding import shard
-from ...base.documents import read_text
-from ...base.errors import CheckpointError, ConfigurationError
+from ...base.documents import read_object, read_text
+from ...base.dtypes import dtype_of
+from ...base.errors import CheckpointError, ConfigurationError, import_library
 from ...checkpoint.folder import CHECKPOINTS, find, latest, newest_in
 from ...checkpoint.index import Saved
 from ...checkpoint.loading import load
@@ -32,19 +33,17 @@ from ...checkpoint.tensor_files import Source
 from ...checkpoint.writer import MAX_FILE_BYTES, NOTE, converted, stored_source
 from ...core.layout import Strategy
 from ...core.mesh import device, init
-from ...planner.shapes.hf_config import hush
 from ..data.tokenizer import Tokenizer, tokenizer_for
 from ..run_folder import CONFIG, EXPORT
 from ..settings import Settings, settings_from_json
 from .build import Built, build
 from .export import BASE, Content
-from .facts import check, find_model, own_tokenizer, read_json
+from .facts import check, find_model, own_tokenizer
 from .llama import llama_name
 from .lora import ADAPTER, is_adapter
-from .weights import COMPUTED, LazyWeights, StoredTensors, names_of
+from .weights import COMPUTED, LazyWeights, names_of, stored_tensors
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _HOST = torch.device("cpu")
 
 
@@ -111,13 +110,13 @@ def find_restorable(path: Path) -> Path:
 
 def is_model(place: Path) -> bool:
     """Return True for a Hugging Face folder, or one in the same format."""
-    return find(place) is None and (place / CONFIG).is_file() and "model_type" in read_json(place / CONFIG)
+    return find(place) is None and (place / CONFIG).is_file() and "model_type" in read_object(place / CONFIG)
 
 
 def settings_of(place: Path, extra: Mapping[str, Any]) -> Settings | None:
     """Return the settings of the run folder of a checkpoint, else those in its `extra`, else None."""
     config = place.resolve().parent.parent / CONFIG
-    is_in_run = config.is_file() and "model_type" not in read_json(config)  # else the config of a model
+    is_in_run = config.is_file() and "model_type" not in read_object(config)  # else the config of a model
     if not is_in_run and "configuration" not in extra:
         return None
     try:
@@ -129,39 +128,33 @@ def settings_of(place: Path, extra: Mapping[str, Any]) -> Settings | None:
 
 def _adapter_config(place: Path, base: str | None = None) -> tuple[str, Any]:
     """Return the base model of an adapter (`base` if given), and its peft configuration."""
-    about = read_json(place / ADAPTER_CONFIG)
+    about = read_object(place / ADAPTER_CONFIG)
     if about.get("peft_type") != "LORA":
         raise ConfigurationError(f"{place}: adapters of type {about.get('peft_type')!r}; only LORA can be opened")
     own_base = place / BASE
     base = base or (str(own_base) if own_base.is_dir() else about.get("base_model_name_or_path"))
     if not base:
         raise ConfigurationError(f"{place / ADAPTER_CONFIG} does not name the model that the adapters belong to")
-    hush()
-    try:
-        import peft
-    except ImportError:
-        raise ConfigurationError(f"{place} holds adapters, which need peft: install shardwise[hf]") from None
-    loader: Any = peft.PeftConfig
-    return base, loader.from_pretrained(str(place))
+    return base, import_library("peft", f"{place}, an adapter,").PeftConfig.from_pretrained(str(place))
 
 
 def _adapter_tokenizer(place: Path) -> str | None:
     """Return the tokenizer that the adapters were trained with, or None if their folder does not name it."""
-    return own_tokenizer(place, read_json(place / NOTE) if (place / NOTE).is_file() else {})
+    return own_tokenizer(place, read_object(place / NOTE) if (place / NOTE).is_file() else {})
 
 
 def _weights_with_adapter(built: Built, place: Path) -> LazyWeights:
     """Return the weights of the base model and of the adapter."""
-    stored = StoredTensors([place / ADAPTER_WEIGHTS])
+    stored = stored_tensors([place / ADAPTER_WEIGHTS])
     # Parameter names in a model contain the adapter's name; names in files do not.
     file_name = llama_name if built.facts.kind == "in-tree" else str
     names = {file_name(name.replace(f".{ADAPTER}", "")): name for name in built.model.state_dict() if is_adapter(name)}
-    wrong = sorted(set(names) ^ set(stored.names))
+    wrong = sorted(set(names) ^ set(stored))
     if wrong:
         raise ConfigurationError(f"{place / ADAPTER_WEIGHTS} does not fit its {ADAPTER_CONFIG}: first {wrong[0]!r}")
-    if not isinstance(built.weights, LazyWeights):
+    if built.weights is None:
         raise ConfigurationError(f"{place}: its base model has no weights")
-    return built.weights.with_tensors({names[name]: stored.read(name) for name in stored.names})
+    return built.weights.with_tensors({names[name]: tensor for name, tensor in stored.items()})
 
 
 # The content of an export
@@ -171,7 +164,7 @@ def _weights_with_adapter(built: Built, place: Path) -> LazyWeights:
 class ExportOptions:
     """Options of an export.
 
-    `model` replaces the model of the run, if there is one. `dtype` is a key of DTYPES, `keep` (the checkpoint's dtype)
+    `model` replaces the model of the run, if there is one. `dtype` is the name of one, `keep` (the checkpoint's dtype)
     or `auto` (the dtype of the original model, as in the export at the end of a run).
     """
 
@@ -186,37 +179,32 @@ def content_of(path: Path, options: ExportOptions) -> Iterator[Content]:
     """Open a checkpoint, model or adapter, and check that it fits its model and is complete."""
     place = newest_in(path)
     about: dict[str, Any] = {"from": str(place.resolve())}
-    if (place / ADAPTER_CONFIG).is_file():
-        if not options.is_merged:
-            raise ConfigurationError(f"{place} is a PEFT adapter already: to write a whole model, add --merge")
-        base, config = _adapter_config(place, options.model)
-        built = _build_from_folder(base, _adapter_tokenizer(place), config)
-        sources = _weight_sources(built.model, _weights_with_adapter(built, place), options.dtype)
-        yield _content(built, sources, options, about, is_adapted=True)
-    elif is_model(place):
-        if options.model is not None:
-            raise ConfigurationError(f"{place} is a model of its own: leave --model out")
-        built = _build_from_folder(str(place))
-        sources = _weight_sources(built.model, built.weights, options.dtype)
-        yield _content(built, sources, options, about, is_adapted=False)
-    else:
-        opened = open_checkpoint(place)
-        built, is_adapted = _model_of(place, opened.index.extra, options)
-        about |= {key: opened.index.extra[key] for key in ("step",) if key in opened.index.extra}
-        with opened.reader() as reader:
+    is_adapted = (place / ADAPTER_CONFIG).is_file()
+    with ExitStack() as stack:
+        if is_adapted:
+            if not options.is_merged:
+                raise ConfigurationError(f"{place} is a PEFT adapter already: to write a whole model, add --merge")
+            base, config = _adapter_config(place, options.model)
+            built = _build_from_folder(base, _adapter_tokenizer(place), config)
+            sources = _weight_sources(built.model, _weights_with_adapter(built, place), options.dtype)
+        elif is_model(place):
+            if options.model is not None:
+                raise ConfigurationError(f"{place} is a model of its own: leave --model out")
+            built = _build_from_folder(str(place))
+            sources = _weight_sources(built.model, built.weights, options.dtype)
+        else:
+            opened = open_checkpoint(place)
+            built, is_adapted = _model_of(place, opened.index.extra, options)
+            about |= {key: opened.index.extra[key] for key in ("step",) if key in opened.index.extra}
+            reader = stack.enter_context(opened.reader())
             sources = _stored_sources(built, opened.index.tensors, reader, options.dtype, place)
-            yield _content(built, sources, options, about, is_adapted)
-
-
-def _content(
-    built: Built, sources: list[Source], options: ExportOptions, about: Mapping[str, Any], is_adapted: bool
-) -> Content:
-    if options.is_merged and not is_adapted:
-        raise ConfigurationError("--merge: there are no adapters to merge")
-    if is_adapted and not options.is_merged and built.facts.has_weights:
-        sources = [source for source in sources if is_adapter(source.name)]  # the base model has its own folder
-    names = names_of(built.model)
-    return Content(built.model, built.facts, sources, names, is_adapted, options.is_merged, options.max_bytes, about)
+        is_merged = options.is_merged
+        if is_merged and not is_adapted:
+            raise ConfigurationError("--merge: there are no adapters to merge")
+        if is_adapted and not is_merged and built.facts.has_weights:
+            sources = [source for source in sources if is_adapter(source.name)]  # the base model has its own folder
+        names = names_of(built.model)
+        yield Content(built.model, built.facts, sources, names, is_adapted, is_merged, options.max_bytes, about)
 
 
 def _model_of(place: Path, extra: Mapping[str, Any], options: ExportOptions) -> tuple[Built, bool]:
@@ -248,7 +236,7 @@ def _build_from_folder(model: str, tokenizer: str | None = None, adapters: Any =
     folder = find_model(model, with_weights=False)
     folder = folder.parent if folder.is_file() else folder
     is_random = not any(folder.glob("*.safetensors"))
-    tokenizer = tokenizer or own_tokenizer(folder, read_json(folder / CONFIG)) or str(folder)
+    tokenizer = tokenizer or own_tokenizer(folder, read_object(folder / CONFIG)) or str(folder)
     settings = Settings(model=model, tokenizer=tokenizer, random_weights=is_random)
     built = build(settings, 0, _HOST, adapters, check(settings))
     dtype = getattr(torch, str(built.facts.config.get("dtype") or built.facts.config.get("torch_dtype")), None)
@@ -305,4 +293,4 @@ def _dtype_of(tensor: Tensor, stored: torch.dtype, choice: str) -> torch.dtype:
         return stored
     if choice == "auto":
         return tensor.dtype
-    return DTYPES[choice] if isinstance(tensor, nn.Parameter) else stored
+    return dtype_of(choice).torch if isinstance(tensor, nn.Parameter) else stored

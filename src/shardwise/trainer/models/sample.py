@@ -58,15 +58,17 @@ def sample(
     prompt_ids = tokenizer.encode(prompt) or [tokenizer.end_id]
     generator = torch.Generator().manual_seed(sampling.seed)
     window = min(max_seq, len(prompt_ids) + num_tokens)
-    engine = find_engine(model)
+    engine, device = find_engine(model), next(model.parameters()).device
     generated: list[int] = []
     was_training = model.training
     model.eval()
     try:
         for _ in range(num_tokens):
             context = [*prompt_ids, *generated][-window:]
+            row = torch.tensor([context + [tokenizer.end_id] * (window - len(context))], device=device)
+            output = model(row) if path_of(model).how == "in-tree" else model(input_ids=row).logits
             # The model's vocabulary may be padded: choose only among the tokenizer's ids.
-            logits = _logits(model, context, window, tokenizer.end_id)[: tokenizer.vocab_size]
+            logits = output[0, len(context) - 1].float().cpu()[: tokenizer.vocab_size]
             token = sampling.choose(logits, generator)
             if engine is not None:
                 # Logits may differ in the last bit between ranks, but all must continue with one text: rank 0's.
@@ -79,10 +81,3 @@ def sample(
     finally:
         model.train(was_training)
     return tokenizer.decode(generated)
-
-
-def _logits(model: nn.Module, tokens: list[int], window: int, pad_id: int) -> Tensor:
-    """Return the logits of the next token, of shape (vocab,), in fp32 on the host."""
-    row = torch.tensor([tokens + [pad_id] * (window - len(tokens))], device=next(model.parameters()).device)
-    out = model(row) if path_of(model).how == "in-tree" else model(input_ids=row).logits
-    return out[0, len(tokens) - 1].float().cpu()

@@ -52,30 +52,18 @@ class LazyWeights(Mapping[str, Tensor]):
         return LazyWeights(own | {name: (lambda tensor=tensor: tensor) for name, tensor in tensors.items()})
 
 
-class StoredTensors:
-    """The tensors of some files: names and shapes are read from headers, values on demand."""
+def stored_tensors(files: Iterable[Path]) -> LazyWeights:
+    """The tensors of some files, under the names that they have there. Only headers are read now."""
+    from safetensors import SafetensorError, safe_open  # not needed for random weights
 
-    def __init__(self, files: list[Path]) -> None:
-        from safetensors import SafetensorError, safe_open  # not needed for random weights
-
-        self._files: dict[str, Any] = {}
-        for path in files:
-            try:
-                opened: Any = safe_open(path, framework="pt")
-            except (OSError, SafetensorError) as error:
-                raise ConfigurationError(f"{path} cannot be read as safetensors: {error}") from None
-            self._files.update(dict.fromkeys(opened.keys(), opened))
-
-    @property
-    def names(self) -> list[str]:
-        return list(self._files)
-
-    def shape(self, name: str) -> torch.Size:
-        return torch.Size(self._files[name].get_slice(name).get_shape())
-
-    def read(self, name: str) -> Tensor:
-        tensor: Tensor = self._files[name].get_tensor(name)
-        return tensor
+    makers: dict[str, Callable[[], Tensor]] = {}
+    for path in files:
+        try:
+            opened: Any = safe_open(path, framework="pt")
+        except (OSError, SafetensorError) as error:
+            raise ConfigurationError(f"{path} cannot be read as safetensors: {error}") from None
+        makers |= {name: partial(opened.get_tensor, name) for name in opened.keys()}  # noqa: SIM118  it is no mapping
+    return LazyWeights(makers)
 
 
 def names_by_tensor(model: nn.Module) -> dict[int, list[str]]:
@@ -92,11 +80,11 @@ def names_of(model: nn.Module) -> dict[str, tuple[str, ...]]:
 
 
 def in_tree_weights(model: nn.Module, folder: Path) -> LazyWeights:
-    stored = StoredTensors(weight_files(folder))
+    stored = stored_tensors(weight_files(folder))
     expected = model.state_dict()
-    names = {in_tree_name(name): name for name in stored.names if in_tree_name(name) in expected}
-    _require_fit(model, stored, names, names, sorted(set(stored.names) - set(names.values())), folder)
-    return LazyWeights({own: partial(stored.read, name) for own, name in names.items()})
+    names = {in_tree_name(name): name for name in stored if in_tree_name(name) in expected}
+    _require_fit(model, stored, names, names, sorted(set(stored) - set(names.values())), folder)
+    return LazyWeights({own: partial(stored.__getitem__, name) for own, name in names.items()})
 
 
 def hugging_face_weights(model: Any, folder: Path) -> LazyWeights:
@@ -104,7 +92,7 @@ def hugging_face_weights(model: Any, folder: Path) -> LazyWeights:
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
-    stored = StoredTensors(weight_files(folder))
+    stored = stored_tensors(weight_files(folder))
     expected = model.state_dict()
     rules = get_model_conversion_mapping(model)
     renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
@@ -113,7 +101,7 @@ def hugging_face_weights(model: Any, folder: Path) -> LazyWeights:
     names: dict[str, str] = {}  # of the model's tensors to those in the files
     parts: dict[str, list[tuple[str, str]]] = {}  # patterns and stored names, by the first tensor that they produce
     unknown = []
-    for name in sorted(stored.names, key=dot_natural_key):
+    for name in sorted(stored, key=dot_natural_key):
         own, pattern = rename_source_key(name, renamings, converters, model.base_model_prefix, expected)
         if own not in expected and name in expected:
             own, pattern = name, None
@@ -125,33 +113,30 @@ def hugging_face_weights(model: Any, folder: Path) -> LazyWeights:
             parts.setdefault(own, []).append((pattern, name))
     ignored = [*(model._keys_to_ignore_on_load_unexpected or ())]
     unknown = [name for name in unknown if not COMPUTED.search(name) and not any(re.search(p, name) for p in ignored)]
-    makers: dict[str, Callable[[], Tensor]] = {own: partial(stored.read, name) for own, name in names.items()}
-    for first, stored_parts in parts.items():
-        rule = converter_of[stored_parts[0][0]]
-        for pattern in rule.target_patterns:
-            target = first.replace(rule.target_patterns[0], pattern)
-            makers[target] = partial(_made, stored, model, rule, first, stored_parts, target)
+    makers = {own: partial(stored.__getitem__, name) for own, name in names.items()}
+
+    def converted(rule: Any, first: str, target: str) -> Tensor:
+        """A tensor that a rule makes from several stored ones, or from a part of one."""
+        rule = deepcopy(rule)
+        for pattern, name in parts[first]:
+            rule.add_tensor(first, name, pattern, stored[name])
+        made: Any = rule.convert(first, model=model, config=model.config)[target]
+        return made[0] if isinstance(made, list) else made
+
+    for first, ((pattern, _), *_) in parts.items():
+        rule = converter_of[pattern]
+        for target_pattern in rule.target_patterns:
+            target = first.replace(rule.target_patterns[0], target_pattern)
+            makers[target] = partial(converted, rule, first, target)
     _require_fit(model, stored, names, makers, unknown, folder)
     # An export undoes these rules, so that it has the names of the original folder.
     model._weight_conversions = [rule for rule in rules if rule.was_used()]
     return LazyWeights(makers)
 
 
-def _made(
-    stored: StoredTensors, model: Any, rule: Any, first: str, parts: Sequence[tuple[str, str]], target: str
-) -> Tensor:
-    """A tensor that a rule makes from several stored ones, or from a part of one: pairs of a pattern and a name."""
-    rule = deepcopy(rule)
-    for pattern, name in parts:
-        rule.add_tensor(first, name, pattern, stored.read(name))
-    made = rule.convert(first, model=model, config=model.config)[target]
-    tensor: Tensor = made[0] if isinstance(made, list) else made
-    return tensor
-
-
 def _require_fit(
     model: nn.Module,
-    stored: StoredTensors,
+    stored: Mapping[str, Tensor],
     names: Mapping[str, str],
     made: Iterable[str],
     unknown: list[str],
@@ -164,14 +149,15 @@ def _require_fit(
     expected = model.state_dict(keep_vars=True)
     tensors = names_of(model)
     missing = [first for first, tied in tensors.items() if not {*tied} & {*made}]
-    wrong = next((own for own, name in names.items() if stored.shape(name) != expected[own].shape), None)
+    # Tensors of mapped files are views: their shapes are compared, and no values are read.
+    wrong = next((own for own, name in names.items() if stored[name].shape != expected[own].shape), None)
     if missing:
         why = f"its files lack {len(missing)} of the model's {len(tensors)} tensors, first {missing[0]!r}"
     elif unknown:
         why = f"{len(unknown)} tensors in its files are not in a {type(model).__name__}, first {unknown[0]!r}"
     elif wrong is not None:
-        shapes = tuple(stored.shape(names[wrong])), tuple(expected[wrong].shape)
-        why = f"{names[wrong]!r} is {shapes[0]} in its files, {shapes[1]} by its config.json"
+        shape = tuple(stored[names[wrong]].shape)
+        why = f"{names[wrong]!r} is {shape} in its files, {tuple(expected[wrong].shape)} by its config.json"
     else:
         return
     raise ConfigurationError(f"model {str(folder)!r}: {why}")
@@ -181,9 +167,13 @@ def _require_fit(
 
 
 def stored_form(inner: Any, sources: Iterable[Source], names: Mapping[str, Sequence[str]]) -> list[Source]:
-    """The tensors under the names that the architecture has in files. `names` are those of tied tensors."""
+    """The tensors under the names that the architecture has in files. `names` are those of tied tensors.
+
+    Conversions that transformers applies when it loads weights are undone.
+    """
     if isinstance(inner, Transformer):
         return [replace(source, name=llama_name(source.name)) for source in sources]
+    from transformers.core_model_loading import revert_weight_conversion
     from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
     plain: dict[str, Source] = {}
@@ -192,12 +182,6 @@ def stored_form(inner: Any, sources: Iterable[Source], names: Mapping[str, Seque
         # Of a tied tensor, transformers keeps the name that it expects in a file.
         kept = remove_tied_weights_from_state_dict(dict.fromkeys(tied, torch.zeros(1)), inner) if len(tied) > 1 else ()
         plain[next(iter(kept), source.name)] = source
-    return _converted(inner, plain)
-
-
-def _converted(inner: Any, plain: Mapping[str, Source]) -> list[Source]:
-    """Undo the conversions that transformers applies when it loads weights."""
-    from transformers.core_model_loading import revert_weight_conversion
 
     def revert(names: Iterable[str]) -> dict[str, Tensor]:
         return dict(revert_weight_conversion(inner, {name: shapes[name] for name in names}))
@@ -216,8 +200,19 @@ def _converted(inner: Any, plain: Mapping[str, Source]) -> list[Source]:
     if {name: shape.shape for name, shape in outcome.items()} != {name: shape.shape for name, shape in made.items()}:
         # A rule depends on more tensors than it changes: convert all of them at once.
         groups = [[name for name in shapes if name not in found]]
+
+    def rows(group: Sequence[str], held: dict[str, Tensor], name: str) -> list[Tensor]:
+        """Convert the tensors of a group together; they are held until the last of them is written."""
+        if not held:
+            held.update(revert_weight_conversion(inner, {part: plain[part].read() for part in group}))
+        return [held.pop(name).contiguous()]
+
     for group in groups:
-        found[group[0]] = _reverted(inner, {name: plain[name] for name in group}, revert(group))
+        own_rows = partial(rows, group, {})
+        found[group[0]] = [
+            Source(name, shape.dtype, tuple(shape.shape), partial(own_rows, name))
+            for name, shape in revert(group).items()
+        ]
     return [source for name in shapes for source in found.get(name, ())]
 
 
@@ -229,17 +224,3 @@ def _groups(targets: Mapping[str, set[str]]) -> list[list[str]]:
         groups = [group for group in groups if not group[1] & made]
         groups.append(([*(n for group in common for n in group[0]), name], made.union(*(group[1] for group in common))))
     return [names for names, _ in groups]
-
-
-def _reverted(inner: Any, parts: Mapping[str, Source], shapes: Mapping[str, Tensor]) -> list[Source]:
-    """Tensors that are converted together, of these shapes. They are held until the last of them is written."""
-    from transformers.core_model_loading import revert_weight_conversion
-
-    held: dict[str, Tensor] = {}
-
-    def rows(name: str) -> list[Tensor]:
-        if not held:
-            held.update(revert_weight_conversion(inner, {part: source.read() for part, source in parts.items()}))
-        return [held.pop(name).contiguous()]
-
-    return [Source(name, shape.dtype, tuple(shape.shape), partial(rows, name)) for name, shape in shapes.items()]
