@@ -19,8 +19,8 @@ from torch import Tensor
 
 from shardwise.base.files import ALIGNMENT, go_direct, read_at
 from shardwise.checkpoint import tensor_files
-from shardwise.checkpoint.index import Check
-from shardwise.checkpoint.tensor_files import BLOCK_BYTES, Stream, check_bytes, write_pieces
+from shardwise.checkpoint.index import Check, File
+from shardwise.checkpoint.tensor_files import BLOCK_BYTES, check_bytes, write_pieces, write_stream
 from tests.harness import num_open_files
 
 BLOCK, CHECKED = 8192, 4096
@@ -31,17 +31,13 @@ def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tensor_files, "BLOCK_BYTES", BLOCK)
 
 
-def stream(path: Path, rows: list[Tensor]) -> Stream:
-    with Stream(path, CHECKED) as written:
-        for row in rows:
-            written.write(row)
-        written.finish()
-    return written
+def stream(path: Path, rows: list[Tensor]) -> File:
+    return write_stream(path, rows, CHECKED)
 
 
-def summed(content: bytes) -> list[Check]:
+def summed(content: bytes) -> tuple[Check, ...]:
     blocks = [content[at : at + CHECKED] for at in range(0, len(content), CHECKED)]
-    return [Check(CHECKED * number, len(block), zlib.crc32(block)) for number, block in enumerate(blocks)]
+    return tuple(Check(CHECKED * number, len(block), zlib.crc32(block)) for number, block in enumerate(blocks))
 
 
 def bytes_of(rows: list[Tensor]) -> bytes:

@@ -3,8 +3,10 @@
 import os
 import zlib
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from shardwise.base.errors import CheckpointError
-from shardwise.base.files import ALIGNMENT
+from shardwise.base.files import ALIGNMENT, OpenFile
 from shardwise.base.intervals import Interval
 from shardwise.checkpoint import opened as reader
 from shardwise.checkpoint import tensor_files
@@ -42,7 +44,7 @@ def write(folder: Path, rows: Sequence[Tensor]) -> tuple[list[File], Stored]:
         beside = torch.arange(1 + 700 * number).to(torch.int16)
         path = folder / f"file-{number}"
         files.append(write_file(path, lay_out([source_of("other", beside), source_of("row", row)])))
-        (piece,) = read_header(path, number)[1]["row"].pieces
+        (piece,) = read_header(path, number)["row"].pieces
         pieces.append(Piece(number, piece.offset, start, start + row.numel()))
         start += row.numel()
     dtype = {torch.float32: "F32", torch.bfloat16: "BF16", torch.int64: "I64"}[rows[0].dtype]
@@ -94,13 +96,13 @@ def test_plans_may_be_wrong(ends: list[list[int]], data: st.DataObject) -> None:
 
 def test_what_comes_next_is_read_already(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where it is another tensor's."""
-    begun, real = list[int](), reader._Slot.fill
+    begun, real = list[int](), reader.ThreadPoolExecutor.submit
 
-    def fill(slot: reader._Slot, threads: object, file: int, block: Check, *rest: object) -> None:
+    def submit(threads: ThreadPoolExecutor, read: Any, file: OpenFile, block: Check, *rest: object) -> Future[Tensor]:
         begun.append(block.offset // BLOCK)
-        real(slot, threads, file, block, *rest)  # type: ignore[arg-type]
+        return real(threads, read, file, block, *rest)
 
-    monkeypatch.setattr(reader._Slot, "fill", fill)
+    monkeypatch.setattr(reader.ThreadPoolExecutor, "submit", submit)
     files, stored = write(tmp_path, [torch.rand(10 * BLOCK // 4)])
     (whole,) = stored.pieces
     size = BLOCK // 4

@@ -10,6 +10,7 @@ import errno
 import fcntl
 import os
 import stat
+import weakref
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -28,6 +29,15 @@ def open_regular(path: Path) -> int:
         os.close(file)
         raise
     return file
+
+
+class OpenFile:
+    """A regular file that is open for reading. It is closed when the last reference to it is gone."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.descriptor = path, open_regular(path)
+        weakref.finalize(self, os.close, self.descriptor)
+        self.num_bytes = os.fstat(self.descriptor).st_size
 
 
 def num_bytes_of(path: Path) -> int:

@@ -65,6 +65,11 @@ class Piece(NamedTuple):
     stop: int
 
 
+def one_piece(file: int, offset: int, num_elems: int) -> tuple[Piece, ...]:
+    """Return the pieces of a tensor that lies in one place; there is none of an empty one."""
+    return (Piece(file, offset, 0, num_elems),) if num_elems else ()
+
+
 @dataclass(frozen=True, slots=True)
 class Stored:
     """A tensor in files; `dtype` in the words of safetensors. The pieces are in order and cover it exactly."""

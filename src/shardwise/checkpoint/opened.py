@@ -14,13 +14,14 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from ..base.errors import CheckpointError, DamageError
-from ..base.files import ALIGNMENT, go_direct, num_bytes_of, open_regular, read_at
+from ..base.files import ALIGNMENT, OpenFile, go_direct, num_bytes_of, read_at
 from ..base.intervals import Interval, round_up
 from . import folder
 from .folder import os_errors_as
@@ -37,11 +38,14 @@ _LOOKED_FOR = (
 # In a folder of ours, none of these files is a checkpoint by itself.
 _OWN_FILE = re.compile(rf"{re.escape(folder.INDEX)}|{folder.MARKER}|rank-\d+\.safetensors")
 _MAX_OPEN = 64
-_NUM_AHEAD, _NUM_SLOTS = 4, 7
+_NUM_AHEAD, _NUM_IN_MEMORY = 4, 7  # blocks
 # Block size in files without checksums: for large tensors, and for neighbouring small ones.
 _UNSUMMED_BYTES, _SHARED_BYTES = 1 << 20, 1 << 16
 # Smaller files have small blocks, and the kernel's own read-ahead then reads more at once.
 _DIRECT_BYTES = 1 << 30
+
+
+_Block = tuple[int, Check]  # the number of a file, and some bytes of it
 
 
 class Reader:
@@ -54,15 +58,16 @@ class Reader:
         self._folder = folder
         self._files = files
         self._is_shared = is_shared
-        self._open: OrderedDict[int, int] = OrderedDict()  # descriptors, by number of file
-        self._slots: OrderedDict[tuple[int, Check], _Slot] = OrderedDict()  # the most recently used one is last
-        self._planned: Iterator[tuple[int, Check]] = iter(())
-        self._ahead: deque[tuple[int, Check]] = deque()  # planned blocks whose read has started
+        self._opened = lru_cache(_MAX_OPEN)(self._open)
+        # The memory and the read of each block; the most recently used one is last.
+        self._reads: OrderedDict[_Block, tuple[mmap.mmap, Future[Tensor]]] = OrderedDict()
+        self._planned: Iterator[_Block] = iter(())
+        self._ahead: deque[_Block] = deque()  # planned blocks whose read has started
         self._threads = ThreadPoolExecutor(_NUM_AHEAD, "shardwise-read")
 
     def plan(self, wanted: Iterable[tuple[Stored, Interval]]) -> None:
         """Announce the next reads, in order: threads begin to read ahead. Other reads are still allowed."""
-        self._planned = (span[:2] for stored, interval in wanted for span in self._spans(stored, interval))
+        self._planned = (block for stored, interval in wanted for block, _ in self._spans(stored, interval))
         self._ahead.clear()
         self._read_ahead()
 
@@ -78,29 +83,17 @@ class Reader:
         if not self._ahead:
             self.plan([(stored, wanted)])
         dtype = stored.torch_dtype
-        for number, block, inside in self._spans(stored, wanted):
-            content = self._content(number, block)[inside]
+        for block, inside in self._spans(stored, wanted):
+            content = self._content(block)[inside]
             if content.numel() % dtype.itemsize:
-                raise DamageError(f"{self._path(number)}: a checksum ends inside an element")
+                raise DamageError(f"{self._path(block[0])}: a checksum ends inside an element")
             is_aligned = content.data_ptr() % dtype.itemsize == content.storage_offset() % dtype.itemsize == 0
             yield (content if is_aligned else content.clone()).view(dtype)
 
     def require_length(self, number: int) -> None:
         """Require that a file is there and has its length, without opening it."""
         with os_errors_as(DamageError, f"cannot read {self._path(number)}"):
-            num_bytes = num_bytes_of(self._path(number))
-        self._compare_length(number, num_bytes)
-
-    def _spans(self, stored: Stored, wanted: Interval) -> Iterator[tuple[int, Check, slice]]:
-        """Yield the number of a file, a block of it, and the wanted bytes of the block."""
-        size = stored.torch_dtype.itemsize
-        for number, offset, start, stop in cut(stored, wanted):
-            end = offset + (stop - start) * size
-            while offset < end:
-                block = self.block_at(number, offset, end)
-                stop = min(end, block.offset + block.num_bytes)
-                yield number, block, slice(offset - block.offset, stop - block.offset)
-                offset = stop
+            self._compare_length(number, num_bytes_of(self._path(number)))
 
     def block_at(self, number: int, offset: int, end: int) -> Check:
         """Return the block of a file in which the bytes from `offset` to `end` begin."""
@@ -112,62 +105,66 @@ class Reader:
         stop = min(begin + _SHARED_BYTES, file.num_bytes)
         return Check(begin, stop - begin, 0) if end <= stop else Check(offset, min(end - offset, _UNSUMMED_BYTES), 0)
 
-    def _content(self, number: int, block: Check) -> Tensor:
-        """Return a block's bytes, valid until the next call, and start to read the next planned blocks."""
-        if (number, block) in self._ahead:
-            while self._ahead.popleft() != (number, block):
-                pass
-        filling = self._begin(number, block).filling
-        self._read_ahead((number, block))
-        assert filling is not None
-        return filling.result()
+    def _spans(self, stored: Stored, wanted: Interval) -> Iterator[tuple[_Block, slice]]:
+        """Yield the blocks of an interval, and the wanted bytes of each."""
+        size = stored.torch_dtype.itemsize
+        for number, offset, start, stop in cut(stored, wanted):
+            end = offset + (stop - start) * size
+            while offset < end:
+                block = self.block_at(number, offset, end)
+                stop = min(end, block.offset + block.num_bytes)
+                yield (number, block), slice(offset - block.offset, stop - block.offset)
+                offset = stop
 
-    def _read_ahead(self, *in_use: tuple[int, Check]) -> None:
+    def _content(self, block: _Block) -> Tensor:
+        """Return a block's bytes, valid until the next call, and start to read the next planned blocks."""
+        if block in self._ahead:
+            while self._ahead.popleft() != block:
+                pass
+        read = self._begin(block)
+        self._read_ahead(block)
+        return read.result()
+
+    def _read_ahead(self, *in_use: _Block) -> None:
         while len(self._ahead) < _NUM_AHEAD and (planned := next(self._planned, None)) is not None:
             if planned not in self._ahead and planned not in in_use:
                 with suppress(DamageError):  # it is raised again when its turn comes
-                    self._begin(*planned, *in_use)
+                    self._begin(planned, *in_use)
                     self._ahead.append(planned)
 
-    def _begin(self, number: int, block: Check, *in_use: tuple[int, Check]) -> "_Slot":
-        """Start to read a block, unless a slot has it: into a new slot, or into the least recently used one."""
-        slot = self._slots.pop((number, block), None)
-        if slot is None:
-            if block.num_bytes > BLOCK_BYTES:
-                what = f"a checksum over {block.num_bytes} bytes; at most {BLOCK_BYTES}"
-                raise DamageError(f"{self._path(number)}: {what}")
-            file = self._opened(number)
-            if len(self._slots) < _NUM_SLOTS:
-                slot = _Slot()
-            else:
-                slot = self._slots.pop(next(key for key in self._slots if key not in self._ahead and key not in in_use))
-            slot.fill(self._threads, file, block, bool(self._files[number].checks), self._path(number))
-        self._slots[number, block] = slot
-        return slot
+    def _begin(self, block: _Block, *in_use: _Block) -> Future[Tensor]:
+        """Start to read a block, unless it is in memory: into new memory, or into that of the least recently used."""
+        number, about = block
+        if block in self._reads:
+            self._reads.move_to_end(block)
+            return self._reads[block][1]
+        if about.num_bytes > BLOCK_BYTES:
+            raise DamageError(f"{self._path(number)}: a checksum over {about.num_bytes} bytes; at most {BLOCK_BYTES}")
+        file = self._opened(number)
+        if len(self._reads) < _NUM_IN_MEMORY:
+            # Whole pages, as O_DIRECT requires; the first one is the page in which the block begins.
+            memory = mmap.mmap(-1, BLOCK_BYTES + 2 * ALIGNMENT)
+        else:
+            oldest = next(key for key in self._reads if key not in self._ahead and key not in in_use)
+            memory, last = self._reads.pop(oldest)
+            wait([last])
+        read = self._threads.submit(_read, file, about, bool(self._files[number].checks), memory)
+        self._reads[block] = memory, read
+        return read
 
-    def _opened(self, number: int) -> int:
-        if number in self._open:
-            self._open.move_to_end(number)
-            return self._open[number]
-        if len(self._open) == _MAX_OPEN:
-            os.close(self._open.popitem(last=False)[1])
+    def _open(self, number: int) -> OpenFile:
         with os_errors_as(DamageError, f"cannot read {self._path(number)}"):
-            file = open_regular(self._path(number))
-        try:
-            self._compare_length(number, os.fstat(file).st_size)
-        except DamageError:
-            os.close(file)
-            raise
-        if not self._is_shared and self._files[number].num_bytes >= _DIRECT_BYTES:
-            go_direct(file)
-        os.posix_fadvise(file, 0, 0, os.POSIX_FADV_SEQUENTIAL)
-        self._open[number] = file
+            file = OpenFile(self._path(number))
+        self._compare_length(number, file.num_bytes)
+        if not self._is_shared and file.num_bytes >= _DIRECT_BYTES:
+            go_direct(file.descriptor)
+        os.posix_fadvise(file.descriptor, 0, 0, os.POSIX_FADV_SEQUENTIAL)
         return file
 
-    def _compare_length(self, number: int, seen: int) -> None:
+    def _compare_length(self, number: int, num_bytes: int) -> None:
         written = self._files[number].num_bytes
-        if seen != written:
-            raise DamageError(f"{self._path(number)} is {seen} bytes long, and was written with {written}")
+        if num_bytes != written:
+            raise DamageError(f"{self._path(number)} is {num_bytes} bytes long, and was written with {written}")
 
     def _path(self, number: int) -> Path:
         return self._folder / self._files[number].name
@@ -177,33 +174,19 @@ class Reader:
 
     def __exit__(self, *exception: object) -> None:
         self._threads.shutdown()
-        while self._open:
-            os.close(self._open.popitem()[1])
+        self._opened.cache_clear()
 
 
-class _Slot:
-    """Memory for a block: whole pages, as O_DIRECT requires; the first one is the page in which the block begins."""
-
-    def __init__(self) -> None:
-        self._memory = mmap.mmap(-1, BLOCK_BYTES + 2 * ALIGNMENT)
-        self._row = torch.frombuffer(self._memory, dtype=torch.uint8)
-        self.filling: Future[Tensor] | None = None
-
-    def fill(self, threads: ThreadPoolExecutor, file: int, block: Check, is_summed: bool, path: Path) -> None:
-        if self.filling is not None:
-            wait([self.filling])
-        self.filling = threads.submit(self._fill, file, block, is_summed, path)
-
-    def _fill(self, file: int, block: Check, is_summed: bool, path: Path) -> Tensor:
-        begin, end = block.offset // ALIGNMENT * ALIGNMENT, block.offset + block.num_bytes
-        with memoryview(self._memory) as memory:
-            with os_errors_as(DamageError, f"cannot read {path}"):
-                num = read_at(file, memory[: round_up(end - begin, ALIGNMENT)], begin)
-            if begin + num < end:
-                raise DamageError(f"{path} ends at byte {begin + num}: it was truncated")
-            if is_summed and zlib.crc32(memory[block.offset - begin : end - begin]) != block.crc32:
-                raise DamageError(f"{path} is damaged: bytes {block.offset} to {end} are not those that were written")
-        return self._row[block.offset - begin : end - begin]
+def _read(file: OpenFile, block: Check, is_summed: bool, memory: mmap.mmap) -> Tensor:
+    begin, end = block.offset // ALIGNMENT * ALIGNMENT, block.offset + block.num_bytes
+    with memoryview(memory) as view:
+        with os_errors_as(DamageError, f"cannot read {file.path}"):
+            num = read_at(file.descriptor, view[: round_up(end - begin, ALIGNMENT)], begin)
+        if begin + num < end:
+            raise DamageError(f"{file.path} ends at byte {begin + num}: it was truncated")
+        if is_summed and zlib.crc32(view[block.offset - begin : end - begin]) != block.crc32:
+            raise DamageError(f"{file.path} is damaged: bytes {block.offset} to {end} are not those that were written")
+    return torch.frombuffer(memory, dtype=torch.uint8)[block.offset - begin : end - begin]
 
 
 @dataclass(frozen=True, slots=True)

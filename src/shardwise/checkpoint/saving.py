@@ -188,7 +188,7 @@ def _write_whole(into: Path, layouts: Sequence[Layout], share: Share, is_first: 
     written = []
     for number, layout in enumerate(layouts):
         path = into / WHOLE_FILES[number]
-        header = [(0, torch.frombuffer(bytearray(layout.header), dtype=torch.uint8))] if is_first else []
+        header = [(0, layout.header)] if is_first else []
         here = ((portion, piece.offset) for portion, piece in placed if piece.file == number)
         rows = ((offset, row) for portion, offset in here for row in portion.checked_rows())
         with folder.os_errors_as(CheckpointError, f"cannot write {path}"):

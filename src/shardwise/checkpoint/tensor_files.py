@@ -15,6 +15,7 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ from ..base.errors import CheckpointError, SaveError
 from ..base.files import ALIGNMENT, go_direct, open_regular, write_at
 from ..base.intervals import round_up
 from .folder import os_errors_as
-from .index import DTYPES, MAX_NAME, NAMES, Check, File, Piece, Stored, counts, in_words, shape_from
+from .index import DTYPES, MAX_NAME, NAMES, Check, File, Stored, counts, in_words, one_piece, shape_from
 
 BLOCK_BYTES = 8 << 20
 _NUM_BLOCKS = 4
@@ -46,55 +47,37 @@ def check_bytes(num_bytes: int) -> int:
     return min(size, BLOCK_BYTES)
 
 
-class Stream:
-    """A new file that is written from its beginning to its end. `check_bytes`: None writes no checksums."""
+def write_stream(path: Path, contents: Iterable[Tensor], check_bytes: int | None) -> File:
+    """Write a new file from its beginning to its end, and wait until the disk has it.
 
-    def __init__(self, path: Path, check_bytes: int | None) -> None:
-        self._check_bytes = check_bytes
-        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
-        go_direct(self._file)
-        # The first is being filled, the second is the oldest.
-        self._blocks = deque(_Block() for _ in range(_NUM_BLOCKS))
-        self._filled = 0
-        self.num_bytes = 0
-        self.checks: list[Check] = []
-
-    def write(self, content: Tensor) -> None:
-        """Write the bytes of a tensor, which may be on any device."""
-        for row in content.reshape(-1).view(torch.uint8).split(BLOCK_BYTES) if content.numel() else ():
-            begin = 0
-            while begin < row.numel():
-                num = min(row.numel() - begin, BLOCK_BYTES - self._filled)
-                self._blocks[0].row[self._filled : self._filled + num].copy_(row[begin : begin + num])
-                begin, self._filled = begin + num, self._filled + num
-                if self._filled == BLOCK_BYTES:
-                    self._send()
-
-    def finish(self) -> None:
-        """Wait until the disk has everything."""
-        if self._filled:
-            self._send()
-        for _ in range(len(self._blocks)):
-            self._finish_oldest()
-        os.ftruncate(self._file, self.num_bytes)
-        os.fsync(self._file)
-
-    def _send(self) -> None:
-        self._blocks[0].start(self._file, self._filled, self.num_bytes, self._check_bytes)
-        self.num_bytes, self._filled = self.num_bytes + self._filled, 0
-        self._finish_oldest()
-
-    def _finish_oldest(self) -> None:
-        self._blocks.rotate(-1)
-        self.checks += self._blocks[0].finish()
-
-    def __enter__(self) -> "Stream":
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        for block in self._blocks:
+    The tensors may be on any device. `check_bytes`: None writes no checksums.
+    """
+    file, num_bytes, checks = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666), 0, list[Check]()
+    blocks = deque(_Block() for _ in range(_NUM_BLOCKS))  # the first is being filled, the second is the oldest
+    try:
+        go_direct(file)
+        for rest in map(_bytes_of, contents):
+            while rest.numel():
+                if blocks[0].num_bytes == BLOCK_BYTES:
+                    num_bytes += blocks[0].start(file, num_bytes, check_bytes)
+                    blocks.rotate(-1)
+                    checks += blocks[0].finish()
+                rest = blocks[0].take(rest)
+        num_bytes += blocks[0].start(file, num_bytes, check_bytes)
+        for block in (*list(blocks)[1:], blocks[0]):
+            checks += block.finish()
+        os.ftruncate(file, num_bytes)
+        os.fsync(file)
+    finally:
+        for block in blocks:
             block.wait()
-        os.close(self._file)
+        os.close(file)
+    return File(path.name, num_bytes, tuple(checks))
+
+
+def _bytes_of(content: Tensor) -> Tensor:
+    row = content.detach().reshape(-1)
+    return row.view(torch.uint8) if row.numel() else row
 
 
 class _Block:
@@ -105,15 +88,26 @@ class _Block:
 
     def __init__(self) -> None:
         self._memory = mmap.mmap(-1, BLOCK_BYTES)  # of whole pages, as O_DIRECT wants them
-        self.row = torch.frombuffer(self._memory, dtype=torch.uint8)
+        self._row = torch.frombuffer(self._memory, dtype=torch.uint8)
+        self.num_bytes = 0  # filled, and not yet written
         self._thread: threading.Thread | None = None
         self._checks: list[Check] = []
         self._failure: Exception | None = None
 
-    def start(self, file: int, num_bytes: int, offset: int, check_bytes: int | None) -> None:
+    def take(self, row: Tensor) -> Tensor:
+        """Copy as much of a row as there is room for; return the rest."""
+        taken = row[: BLOCK_BYTES - self.num_bytes]
+        self._row[self.num_bytes : self.num_bytes + taken.numel()].copy_(taken)
+        self.num_bytes += taken.numel()
+        return row[taken.numel() :]
+
+    def start(self, file: int, offset: int, check_bytes: int | None) -> int:
+        """Start to write the content to a place in a file; return its length."""
+        num_bytes, self.num_bytes = self.num_bytes, 0
         thread = threading.Thread(None, self._write, "shardwise-disk", (file, num_bytes, offset, check_bytes))
         thread.start()
         self._thread = thread  # one that could not be started is not waited for
+        return num_bytes
 
     def finish(self) -> list[Check]:
         """Wait for the write, and return the checksums since the last call."""
@@ -132,12 +126,9 @@ class _Block:
         end = min(round_up(num_bytes, ALIGNMENT), len(self._memory))
         with memoryview(self._memory) as view:
             try:
-                if check_bytes is not None:
-                    self._checks = [
-                        Check(offset + at, len(part), zlib.crc32(part))
-                        for at in range(0, num_bytes, check_bytes)
-                        for part in (view[at : min(num_bytes, at + check_bytes)],)
-                    ]
+                for at in range(0, num_bytes, check_bytes) if check_bytes else ():
+                    part = view[at : min(num_bytes, at + check_bytes)]
+                    self._checks.append(Check(offset + at, len(part), zlib.crc32(part)))
                 write_at(file, view[:end], offset)
             except Exception as error:  # noqa: BLE001  whatever it is, it is raised where the file is finished
                 self._failure = error
@@ -150,7 +141,7 @@ def write_pieces(path: Path, pieces: Iterable[tuple[int, Tensor]], check_bytes: 
     file = os.open(path, os.O_WRONLY)
     try:
         for offset, content in pieces:
-            for row in content.reshape(-1).view(torch.uint8).split(check_bytes) if content.numel() else ():
+            for row in _bytes_of(content).split(check_bytes) if content.numel() else ():
                 host = staged[: row.numel()].copy_(row).numpy().data
                 checks.append(Check(offset, row.numel(), zlib.crc32(host)))
                 write_at(file, host, offset)
@@ -189,7 +180,7 @@ class Source:
         for row in self.rows():
             if row.dtype != self.dtype:
                 raise CheckpointError(f"{self.name!r} was announced as {self.dtype} and is {row.dtype}")
-            yield row.detach()
+            yield row
             num_bytes += row.nbytes
             on_bytes(row.nbytes)
         if num_bytes != self.num_bytes:
@@ -203,9 +194,9 @@ def state_key(key: str, name: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The header of a file, the tensors behind it in their order, and the offset of each."""
+    """The header of a file as bytes, the tensors behind it in their order, and the offset of each."""
 
-    header: bytes
+    header: Tensor
     sources: tuple[Source, ...]
     offsets: Mapping[str, int]
     num_bytes: int
@@ -231,24 +222,20 @@ def lay_out(sources: Sequence[Source], metadata: Mapping[str, str] | None = None
         sizes = f"would have {len(text):,} bytes, and readers take {MAX_HEADER_BYTES:,} at most"
         raise CheckpointError(f"{len(sources):,} tensors in one file: its header {sizes}")
     text += b" " * (-len(text) % 8)
-    text = len(text).to_bytes(8, "little") + text
-    return Layout(text, tuple(sources), {key: len(text) + at for key, at in places.items()}, len(text) + end)
+    first = torch.frombuffer(bytearray(len(text).to_bytes(8, "little") + text), dtype=torch.uint8)
+    data = first.numel()
+    return Layout(first, tuple(sources), {key: data + at for key, at in places.items()}, data + end)
 
 
 def write_file(path: Path, layout: Layout, on_bytes: OnBytes = lambda num_bytes: None, is_summed: bool = True) -> File:
     """Write the tensors, and wait until the disk has them. `is_summed`: with a checksum for every block."""
-    max_bytes = check_bytes(layout.num_bytes) if is_summed else None
-    with os_errors_as(SaveError, f"cannot write {path}"), Stream(path, max_bytes) as stream:
-        stream.write(torch.frombuffer(bytearray(layout.header), dtype=torch.uint8))
-        for source in layout.sources:
-            for row in source.checked_rows(on_bytes):
-                stream.write(row)
-        stream.finish()
-    return File(path.name, stream.num_bytes, tuple(stream.checks))
+    rows = (row for source in layout.sources for row in source.checked_rows(on_bytes))
+    with os_errors_as(SaveError, f"cannot write {path}"):
+        return write_stream(path, chain([layout.header], rows), check_bytes(layout.num_bytes) if is_summed else None)
 
 
-def read_header(path: Path, file: int = 0) -> tuple[int, dict[str, Stored]]:
-    """Return the size of a safetensors file, and its tensors as pieces in the file of this number."""
+def read_header(path: Path, file: int = 0) -> dict[str, Stored]:
+    """Return the tensors of a safetensors file, as pieces in the file of this number."""
     with os_errors_as(CheckpointError, f"cannot read {path}"), os.fdopen(open_regular(path), "rb") as opened:
         num_bytes = os.fstat(opened.fileno()).st_size
         length = int.from_bytes(opened.read(8), "little")
@@ -256,7 +243,7 @@ def read_header(path: Path, file: int = 0) -> tuple[int, dict[str, Stored]]:
             raise CheckpointError(f"{path} is no safetensors file: its header claims {length} of {num_bytes} bytes")
         text = opened.read(length)
     try:
-        return num_bytes, {key: _stored(entry, file, 8 + length, num_bytes) for key, entry in _entries(text.decode())}
+        return {key: _stored(entry, file, 8 + length, num_bytes) for key, entry in _entries(text.decode())}
     except (ValueError, TypeError, KeyError) as error:
         raise CheckpointError(f"{path} is no safetensors file: {in_words(error)}") from error
 
@@ -299,4 +286,4 @@ def _stored(entry: Any, file: int, data: int, num_bytes: int) -> Stored:
     start, stop = (data + offset for offset in counts(entry["data_offsets"]))
     if not data <= start <= stop <= num_bytes or stop - start != prod(shape) * size:
         raise ValueError(f"bytes {start} to {stop} are no {entry['dtype']} {shape}")
-    return Stored(shape, entry["dtype"], (Piece(file, start, 0, prod(shape)),) if prod(shape) else ())
+    return Stored(shape, entry["dtype"], one_piece(file, start, prod(shape)))

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from ..base.errors import CheckpointError, DamageError
-from ..base.intervals import Interval, round_up
+from ..base.intervals import Interval
 from . import folder
 from .folder import CHECKPOINTS, INSIDE, all_steps, step_folder
-from .index import DTYPES, Index, Piece, Stored, from_json, require_sound
+from .index import Index, Stored, from_json, one_piece, require_sound
 from .opened import Opened, Reader, open_checkpoint
 from .tensor_files import OnBytes
 
@@ -106,22 +106,6 @@ def parts_of_others(path: Path) -> list[Path]:
     return [*parts, *sorted(path.glob("*.safetensors"))] if parts else []
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class _Place:
-    """Elements of a tensor in a file, from the element `start` on. Bytes of no floating-point tensor have no name."""
-
-    offset: int
-    stop: int
-    start: int = 0
-    name: str = ""
-    dtype: str = "U8"
-
-    def rest(self, file: int, offset: int) -> Stored:
-        """Return the elements from this place in the file on."""
-        num_elems = (self.stop - offset) // DTYPES[self.dtype].itemsize
-        return Stored((num_elems,), self.dtype, (Piece(file, offset, 0, num_elems),))
-
-
 def verify(report: Report, opened: Opened, on_bytes: OnBytes) -> None:
     """Read everything, and add the problems to the report."""
     index = opened.index
@@ -131,66 +115,68 @@ def verify(report: Report, opened: Opened, on_bytes: OnBytes) -> None:
                 report.not_finite.append(f"{key} of {name!r} is {item}")
     wrong: dict[str, list[tuple[int, int, str]]] = {}
     with opened.reader() as reader:
-        for number, places in enumerate(_places(index)):
+        for number, parts in enumerate(_parts(index)):
             try:
                 reader.require_length(number)
             except CheckpointError as error:
                 report.damage.append(str(error))
                 on_bytes(index.files[number].num_bytes)
                 continue
-            rests = [place.rest(number, place.offset) for place in places]
-            reader.plan((rest, Interval(0, rest.num_elems)) for rest in rests)
-            for place in places:
-                for at, values in _values(reader, number, place, report.damage, on_bytes):
-                    if place.name and (found := _not_finite(values)):
+            reader.plan((stored, Interval(0, stored.num_elems)) for _, _, stored in parts)
+            for name, start, stored in parts:
+                for at, values in _values(reader, stored, report.damage, on_bytes):
+                    if name and (found := _not_finite(values)):
                         num, first, value = found
-                        wrong.setdefault(place.name, []).append((at + first, num, value))
+                        wrong.setdefault(name, []).append((start + at + first, num, value))
     tensors = dict(index.every_stored()) if wrong else {}
-    for name, parts in wrong.items():
-        at, _, value = min(parts)
-        shape, num = tensors[name].shape, sum(num for _, num, _ in parts)
+    for name, found in wrong.items():
+        at, _, value = min(found)
+        shape, num = tensors[name].shape, sum(num for _, num, _ in found)
         where = [int(number) for number in torch.unravel_index(torch.tensor(at), shape)]
         how_many = f"{num:,} of {tensors[name].num_elems:,} numbers are not finite"
         report.not_finite.append(f"{name!r}: {how_many}; the first is element {at}, at {where}: {value}")
 
 
-def _places(index: Index) -> list[list[_Place]]:
-    """Return the bytes to read of each file, in order. Without checksums, only the numbers can be checked."""
-    files: list[list[_Place]] = [[] for _ in index.files]
+def _parts(index: Index) -> list[list[tuple[str, int, Stored]]]:
+    """Return what to read of each file, in order: a tensor's name, the number of its first element there, its place.
+
+    Bytes of no floating-point tensor have no name. Without checksums, only the numbers can be checked.
+    """
+    files: list[list[tuple[str, int, Stored]]] = [[] for _ in index.files]
     for name, stored in index.every_stored():
         if stored.torch_dtype.is_floating_point or stored.torch_dtype.is_complex:
             for file, offset, start, stop in stored.pieces:
-                end = offset + (stop - start) * stored.torch_dtype.itemsize
-                files[file].append(_Place(offset, end, start, name, stored.dtype))
-    for about, places in zip(index.files, files, strict=True):
-        places.sort()
+                num_elems = stop - start
+                part = Stored((num_elems,), stored.dtype, one_piece(file, offset, num_elems))
+                files[file].append((name, start, part))
+    for number, (about, parts) in enumerate(zip(index.files, files, strict=True)):
+        spans = sorted((part.pieces[0].offset, part.num_bytes) for _, _, part in parts)
         end = 0
-        for place in (*places, _Place(about.num_bytes, about.num_bytes)) if about.checks else ():
-            if place.offset > end:
-                places.append(_Place(end, place.offset))
-            end = max(end, place.stop)
-        places.sort()
+        for offset, num_bytes in (*spans, (about.num_bytes, 0)) if about.checks else ():
+            if offset > end:
+                parts.append(("", 0, Stored((offset - end,), "U8", one_piece(number, end, offset - end))))
+            end = max(end, offset + num_bytes)
+        parts.sort(key=lambda part: part[2].pieces[0].offset)
     return files
 
 
-def _values(
-    reader: Reader, file: int, place: _Place, damage: list[str], on_bytes: OnBytes
-) -> Iterator[tuple[int, Tensor]]:
-    """Yield a place's values, each row with the number of its first element. A damaged block is listed and skipped."""
-    offset, size = place.offset, DTYPES[place.dtype].itemsize
-    while offset < place.stop:
-        before, rest = offset, place.rest(file, offset)
+def _values(reader: Reader, stored: Stored, damage: list[str], on_bytes: OnBytes) -> Iterator[tuple[int, Tensor]]:
+    """Yield the values of one piece, each row with the number of its first element. Damaged blocks are listed."""
+    (piece,), size = stored.pieces, stored.torch_dtype.itemsize
+    at = 0
+    while at < stored.num_elems:
         try:
-            for values in reader.rows(rest, Interval(0, rest.num_elems)):
-                yield place.start + (offset - place.offset) // size, values
+            for values in reader.rows(stored, Interval(at, stored.num_elems)):
+                yield at, values
                 on_bytes(values.nbytes)
-                before = offset = offset + values.nbytes
+                at += values.numel()
         except CheckpointError as error:
             if str(error) not in damage:  # other tensors may share the block
                 damage.append(str(error))
-            block = reader.block_at(file, offset, place.stop)
-            offset = place.offset + round_up(block.offset + block.num_bytes - place.offset, size)
-            on_bytes(min(offset, place.stop) - before)
+            block = reader.block_at(piece.file, piece.offset + at * size, piece.offset + stored.num_bytes)
+            behind = -(-(block.offset + block.num_bytes - piece.offset) // size)
+            on_bytes((min(behind, stored.num_elems) - at) * size)
+            at = behind
 
 
 def _not_finite(values: Tensor) -> tuple[int, int, str] | None:

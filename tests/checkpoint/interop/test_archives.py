@@ -3,7 +3,7 @@
 import io
 import zipfile
 from collections import OrderedDict
-from contextlib import closing, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +17,13 @@ from torch import Tensor, nn
 from shardwise import CheckpointError
 from shardwise.checkpoint.index import DTYPES
 from shardwise.checkpoint.interop import archives
-from shardwise.checkpoint.interop.archives import OpenFile
 from shardwise.checkpoint.interop.described import Budget, stored_of
 from shardwise.checkpoint.interop.pickles import Strided
 from tests.checkpoint.interop.places import whole
 
 
 def load(path: Path, *place: int) -> Any:
-    with closing(OpenFile(path)) as source:
-        return archives.load(source, *place)
+    return archives.load(archives.NumberedFile(path), *place)
 
 
 def saved(path: Path, value: Any, **options: Any) -> Any:

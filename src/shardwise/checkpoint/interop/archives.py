@@ -9,94 +9,47 @@ import io
 import os
 import struct
 import zipfile
-from collections import OrderedDict
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
-import torch
-
 from ...base.errors import CheckpointError
-from ...base.files import open_regular
+from ...base.files import OpenFile
 from ..folder import os_errors_as
-from ..index import File, Stored, text
+from ..index import text
 from . import pickles
 from .pickles import STORAGE_DTYPES, Maker, Storage
 
-_MAX_OPEN = 64
 _MAX_DIRECTORY_BYTES = 64 << 20
 LOCAL, _END, _END_BYTES = b"PK\3\4", b"PK\5\6", 22
 
 
-class OpenFile:
+class NumberedFile(OpenFile):
     """A file that is read at offsets. `number` is its number in the checkpoint's list of files."""
 
     def __init__(self, path: Path, number: int = 0) -> None:
-        self.path, self.number = path, number
+        self.number = number
         with os_errors_as(CheckpointError, f"cannot read {path}"):
-            self._file = open_regular(path)
-            self.num_bytes = os.fstat(self._file).st_size
+            super().__init__(path)
 
     def read(self, offset: int, num_bytes: int) -> bytes:
         if not 0 <= offset <= offset + num_bytes <= self.num_bytes:
             raise CheckpointError(f"{self.path} is {self.num_bytes} bytes long, not {offset + num_bytes}")
         with os_errors_as(CheckpointError, f"cannot read {self.path}"):
-            content = os.pread(self._file, num_bytes, offset)
+            content = os.pread(self.descriptor, num_bytes, offset)
         if len(content) != num_bytes:
             raise CheckpointError(f"{self.path} ends at byte {offset + len(content)}: it was truncated")
         return content
 
-    def close(self) -> None:
-        os.close(self._file)
+    def read_all(self, max_bytes: int) -> bytes:
+        if self.num_bytes > max_bytes:
+            raise CheckpointError(f"{self.path} is {self.num_bytes} bytes long, of at most {max_bytes}")
+        return self.read(0, self.num_bytes)
 
 
-class OpenFiles:
-    """The files of a folder, numbered in the order of their first use."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self._numbers: dict[str, int] = {}
-        self._files: dict[str, File] = {}
-        self._open: OrderedDict[str, OpenFile] = OrderedDict()
-
-    def source(self, name: str) -> OpenFile:
-        """Open a file by its name, which is not trusted."""
-        if name in self._open:
-            self._open.move_to_end(name)
-            return self._open[name]
-        path = PurePosixPath(name)
-        if not path.parts or path.is_absolute() or ".." in path.parts or "\0" in name:
-            raise CheckpointError(f"a file {name!r} is named, which is not inside {self.folder}")
-        source = OpenFile(self.folder / name, self._numbers.setdefault(name, len(self._numbers)))
-        self._files[name] = File(name, source.num_bytes)
-        if len(self._open) == _MAX_OPEN:
-            self._open.popitem(last=False)[1].close()
-        self._open[name] = source
-        return source
-
-    def number(self, stored: Stored) -> float | int | bool:
-        """Return the value of a tensor with one element."""
-        piece = stored.pieces[0]
-        content = self.source(list(self._files)[piece.file]).read(piece.offset, stored.num_bytes)
-        value: float | int | bool = torch.frombuffer(bytearray(content), dtype=stored.torch_dtype).item()
-        return value
-
-    @property
-    def files(self) -> tuple[File, ...]:
-        return tuple(self._files.values())
-
-    def __enter__(self) -> "OpenFiles":
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        while self._open:
-            self._open.popitem()[1].close()
-
-
-def load(source: OpenFile, offset: int = 0, num_bytes: int | None = None) -> Any:
+def load(source: NumberedFile, offset: int = 0, num_bytes: int | None = None) -> Any:
     """Return the value that torch.save wrote, with tensors as places in the file."""
-    num_bytes = source.num_bytes - offset if num_bytes is None else num_bytes
     try:
-        archive = _Archive(source, offset, num_bytes)
+        archive = _Archive(source, offset, source.num_bytes - offset if num_bytes is None else num_bytes)
         return pickles.read(archive.content("data.pkl", pickles.MAX_PICKLE_BYTES), archive.storage)
     except CheckpointError as error:
         raise CheckpointError(f"cannot read {source.path}: {error}") from error
@@ -104,11 +57,30 @@ def load(source: OpenFile, offset: int = 0, num_bytes: int | None = None) -> Any
         raise CheckpointError(f"cannot read {source.path}: the archive of torch.save is damaged: {error}") from error
 
 
-class _Window:
-    """Some bytes of a file, as a file for `zipfile` to read its directory from."""
+class _Archive:
+    """The entries of an archive by name, without the folder that torch.save puts in front of them.
 
-    def __init__(self, source: OpenFile, offset: int, num_bytes: int) -> None:
+    It is also the file from which `zipfile` reads the directory.
+    """
+
+    def __init__(self, source: NumberedFile, offset: int, num_bytes: int) -> None:
         self._source, self._offset, self._num_bytes, self._position = source, offset, num_bytes, 0
+        self.seek(-_END_BYTES, io.SEEK_END)
+        try:
+            if not self.read().startswith(_END):
+                raise zipfile.BadZipFile("no directory at its end")
+            with zipfile.ZipFile(self) as archive:  # type: ignore[call-overload]
+                entries = {entry.filename: entry for entry in archive.infolist()}
+        except zipfile.BadZipFile as error:
+            what = "it is no zip archive, as torch.save writes since torch 1.6, or it was truncated"
+            raise CheckpointError(f"{what}: load it with the library that wrote it, and save it again") from error
+        name = next((name for name in entries if name == "data.pkl" or name.endswith("/data.pkl")), None)
+        if name is None:
+            raise CheckpointError("it holds no data.pkl, so torch.save did not write it")
+        prefix = name.removesuffix("data.pkl")
+        self._entries = {name.removeprefix(prefix): entry for name, entry in entries.items()}
+        if "byteorder" in self._entries and self.content("byteorder", 16) != b"little":
+            raise CheckpointError("its numbers are big-endian, which is not supported")
 
     def read(self, num_bytes: int = -1) -> bytes:
         left = max(0, self._num_bytes - self._position)
@@ -125,29 +97,6 @@ class _Window:
 
     def tell(self) -> int:
         return self._position
-
-
-class _Archive:
-    """The entries of an archive by name, without the folder that torch.save puts in front of them."""
-
-    def __init__(self, source: OpenFile, offset: int, num_bytes: int) -> None:
-        self._source, self._offset, self._num_bytes = source, offset, num_bytes
-        end = _Window(source, offset + max(0, num_bytes - _END_BYTES), min(num_bytes, _END_BYTES)).read()
-        try:
-            if not end.startswith(_END):
-                raise zipfile.BadZipFile("no directory at its end")
-            with zipfile.ZipFile(_Window(source, offset, num_bytes)) as archive:  # type: ignore[call-overload]
-                entries = {entry.filename: entry for entry in archive.infolist()}
-        except zipfile.BadZipFile as error:
-            what = "it is no zip archive, as torch.save writes since torch 1.6, or it was truncated"
-            raise CheckpointError(f"{what}: load it with the library that wrote it, and save it again") from error
-        name = next((name for name in entries if name == "data.pkl" or name.endswith("/data.pkl")), None)
-        if name is None:
-            raise CheckpointError("it holds no data.pkl, so torch.save did not write it")
-        prefix = name.removesuffix("data.pkl")
-        self._entries = {name.removeprefix(prefix): entry for name, entry in entries.items()}
-        if "byteorder" in self._entries and self.content("byteorder", 16) != b"little":
-            raise CheckpointError("its numbers are big-endian, which is not supported")
 
     def content(self, name: str, max_bytes: int) -> bytes:
         offset, num_bytes = self._place(name)

@@ -5,7 +5,7 @@ archive of torch.save for one rectangle, inside a file with many. The directory 
 Accelerate writes such folders, one for the model and one for the optimizer.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,12 +43,11 @@ def read_accelerate(folder: Path) -> Index:
 
 def _add(found: Described, inside: str) -> str:
     """Add everything that one `.metadata` describes; return the version that it names."""
-    source = found.sources.source(f"{inside}{METADATA}")
-    if source.num_bytes > pickles.MAX_PICKLE_BYTES:
-        raise CheckpointError(f"{source.path} is {source.num_bytes} bytes long, of at most {pickles.MAX_PICKLE_BYTES}")
+    source = found.source(f"{inside}{METADATA}")
     try:
-        metadata = _Metadata(found, inside, pickles.read(source.read(0, source.num_bytes), _no_storage))
-        optimizer = _Optimizer()
+        content = source.read_all(pickles.MAX_PICKLE_BYTES)
+        metadata = _Metadata(found, inside, pickles.read(content, _no_storage))
+        optimizer = []
         splits = {key: _split(metadata.paths.get(key, (key,))) for key in metadata.entries}
         # Tensors that are in no mapping are the model's, if nothing else is.
         is_flat = all(what != "model" for what, _ in splits.values())
@@ -56,12 +55,14 @@ def _add(found: Described, inside: str) -> str:
             if is_flat and what == "other" and len(rest) == 1:
                 what = "model"
             if what == "model" and metadata.is_tensor(key):
-                found.tensors[_name(rest)] = metadata.tensor(key)
+                found.tensors[_name(rest)] = metadata.value(key)
             elif what == "other" and _name(rest) == _STEP and type(step := metadata.value(key)) is int:
                 found.extra[_STEP] = step
-            elif what != "optimizer" or not optimizer.add(rest, metadata.value(key)):
+            elif what == "optimizer":
+                optimizer.append((rest, metadata.value(key)))
+            else:
                 found.leave_out(_name(rest[:1]))
-        optimizer.describe(found)
+        _add_optimizer(found, optimizer)
     except CheckpointError as error:
         raise CheckpointError(f"{source.path}: {error}") from error
     return metadata.version
@@ -91,7 +92,13 @@ class _Metadata:
     def is_tensor(self, key: str) -> bool:
         return self.entries[key].name.endswith(".TensorStorageMetadata")
 
-    def tensor(self, key: str) -> Stored:
+    def value(self, key: str) -> Any:
+        """Return a tensor as its pieces, or another value as it is."""
+        if not self.is_tensor(key):
+            num_bytes = self._places[key, ()][2]
+            if num_bytes > _MAX_VALUE_BYTES:
+                raise CheckpointError(f"{key!r} takes {num_bytes} bytes and is no tensor; at most {_MAX_VALUE_BYTES}")
+            return self._load(key, ())
         entry = self.entries[key].state
         dtype, shape = entry["properties"].state[0], shape_from(entry["size"])
         if not isinstance(dtype, torch.dtype):
@@ -105,17 +112,9 @@ class _Metadata:
             pieces += place(self._found.stored(part), offsets, shape, self._found.budget)
         return Stored(shape, NAMES[dtype], in_order(pieces))
 
-    def value(self, key: str) -> Any:
-        if self.is_tensor(key):
-            return self.tensor(key)
-        num_bytes = self._places[key, ()][2]
-        if num_bytes > _MAX_VALUE_BYTES:
-            raise CheckpointError(f"{key!r} takes {num_bytes} bytes and is no tensor; at most {_MAX_VALUE_BYTES}")
-        return self._load(key, ())
-
     def _load(self, key: str, offsets: tuple[int, ...]) -> Any:
         file, offset, num_bytes = self._places[key, offsets]
-        return archives.load(self._found.sources.source(file), offset, num_bytes)
+        return archives.load(self._found.source(file), offset, num_bytes)
 
 
 def _split(path: tuple[Any, ...]) -> tuple[str, tuple[Any, ...]]:
@@ -134,35 +133,26 @@ def _name(keys: Sequence[Any]) -> str:
     return text(".".join(str(key) if type(key) is int else text(key) for key in keys))
 
 
-class _Optimizer:
-    """The values of an optimizer's state dict, nested or by names with dots as torchtitan writes them."""
-
-    def __init__(self) -> None:
-        self._state: dict[str, dict[str, Any]] = {}
-        self._groups: dict[int, dict[str, Any]] = {}
-        self._settings: dict[str, dict[str, Any]] = {}
-
-    def add(self, path: tuple[Any, ...], value: Any) -> bool:
-        """Add a value; return False where its path is unknown."""
+def _add_optimizer(found: Described, values: Iterable[tuple[tuple[Any, ...], Any]]) -> None:
+    """Add the values of an optimizer's state dict, nested or by names with dots as torchtitan writes them."""
+    state: dict[str, dict[str, Any]] = {}
+    groups: dict[int, dict[str, Any]] = {}
+    settings: dict[str, dict[str, Any]] = {}
+    for path, value in values:
         match path:
             case ("state", name, *keys) if keys:
-                self._state.setdefault(_name([name]), {})[_name(keys)] = value
+                state.setdefault(_name([name]), {})[_name(keys)] = value
             case ("param_groups", int(number), str(key)):
-                self._groups.setdefault(number, {})[key] = value
+                groups.setdefault(number, {})[key] = value
             case ("param_groups",):
-                self._groups = dict(enumerate(value))
-            case (str(flat),) if flat.startswith("state."):
-                name, _, key = flat.removeprefix("state.").rpartition(".")
-                self._state.setdefault(name, {})[key] = value
-            case (str(flat),) if flat.startswith("param_groups."):
-                name, _, key = flat.removeprefix("param_groups.").rpartition(".")
-                self._settings.setdefault(name, {})[key] = value
+                groups = dict(enumerate(value))
+            case (str(flat),) if flat.startswith(("state.", "param_groups.")):
+                kind, _, rest = flat.partition(".")
+                name, _, key = rest.rpartition(".")
+                (state if kind == "state" else settings).setdefault(name, {})[key] = value
             case _:
-                return False
-        return True
-
-    def describe(self, found: Described) -> None:
-        if self._settings:
-            add_optimizer(found, by_settings(found, self._settings), self._state)
-        elif self._groups or self._state:
-            add_optimizer(found, [self._groups[number] for number in sorted(self._groups)], self._state)
+                found.leave_out(_name(path[:1]))
+    if settings:
+        add_optimizer(found, by_settings(found, settings), state)
+    elif groups or state:
+        add_optimizer(found, [groups[number] for number in sorted(groups)], state)

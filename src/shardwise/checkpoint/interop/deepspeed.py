@@ -16,7 +16,7 @@ from ...base.files import read_regular
 from ...base.intervals import Interval
 from ..index import Index, Piece, Plain, Stored, counts, cut, shape_from, text
 from . import archives
-from .described import Described, add_model, describing, index_of, item_of, settings_of, version_text
+from .described import Described, add_model, describing, index_of, settings_of, version_text
 from .pickles import Record, Strided
 
 LATEST = "latest"
@@ -42,10 +42,9 @@ def folder_of(path: Path) -> Path | None:
 
 def read(folder: Path) -> Index:
     with describing(folder, "what DeepSpeed wrote there") as found:
-        sources = found.sources
-        model_files, part_files = _files(sources.folder)
-        models = [archives.load(sources.source(name)) for name in model_files]
-        parts = [archives.load(sources.source(name))["optimizer_state_dict"] for name in part_files]
+        model_files, part_files = _files(folder)
+        models = [archives.load(found.source(name)) for name in model_files]
+        parts = [archives.load(found.source(name))["optimizer_state_dict"] for name in part_files]
         stage = _stage(parts)
         if stage:
             _require_complete(models, parts, stage)
@@ -126,7 +125,7 @@ def _add_trained(found: Described, model: Any, parts: Sequence[Any], stage: int)
         split, common = _state(found, [base["state"].get(member, {}) for base in bases])
         # Some of DeepSpeed's optimizers count in the group.
         if "step" in groups[number] and split:
-            common.setdefault("step", item_of(found, groups[number]["step"]))
+            common.setdefault("step", found.item(groups[number]["step"]))
         if stage < 3:
             lengths = [row.num_elems for row in rows]
             rows, split = _in_a_row(rows, lengths), {key: _in_a_row(part, lengths) for key, part in split.items()}
@@ -159,7 +158,7 @@ def _state(found: Described, states: Sequence[Any]) -> tuple[dict[str, list[Stor
         if isinstance(value, Strided) and len(value.shape) == 1 and key != "step":
             split[text(key)] = [_row(found, state[key]) for state in states]
         else:
-            common[text(key)] = item_of(found, value)
+            common[text(key)] = found.item(value)
     return split, common
 
 

@@ -7,22 +7,26 @@ other is several contiguous runs, which are counted before they are made.
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import lru_cache
 from itertools import product
 from math import prod
 from operator import mul
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
+import torch
+
 from ...base.errors import CheckpointError
-from ..index import DTYPES, NAMES, Index, Kind, Optimizer, Piece, Plain, Saved, Stored, in_words, require_sound, text
-from .archives import OpenFiles
+from ..index import DTYPES, NAMES, File, Index, Kind, Optimizer, Piece, Plain, Saved, Stored, in_words, require_sound, text
+from .archives import NumberedFile
 from .pickles import Strided
 
 _WRAPPERS = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
 _REPLICA = "module."
 _MAX_DEPTH, _MAX_LENGTH = 2, 64
 _MAX_LISTED = 20
+_MAX_OPEN = 64
 # A checkpoint with this many runs takes 200 MB of memory, and minutes to read.
 MAX_RUNS = 1 << 20
 # Names of parameters, by group of an optimizer, in its order.
@@ -44,21 +48,33 @@ class Budget:
         self.num_left -= num_runs
 
 
-@dataclass(slots=True)
 class Described:
     """The parts of a checkpoint as they are read. `group`: the number of the optimizer's group of each parameter."""
 
-    sources: OpenFiles
-    tensors: dict[str, Stored] = field(default_factory=dict)
-    state: dict[str, dict[str, Stored | Plain]] = field(default_factory=dict)
-    groups: list[dict[str, Any]] = field(default_factory=list)
-    group: dict[str, int] = field(default_factory=dict)
-    kinds: dict[str, Kind] = field(default_factory=dict)
-    tied: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    scaler: dict[str, float] | None = None
-    extra: dict[str, Plain] = field(default_factory=dict)  # plain values next to model and optimizer, such as a step
-    left_out: dict[str, None] = field(default_factory=dict)
-    budget: Budget = field(default_factory=Budget)
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.source = lru_cache(_MAX_OPEN)(self._open)
+        self.files: dict[str, File] = {}  # numbered in the order of their first use
+        self.tensors: dict[str, Stored] = {}
+        self.state: dict[str, dict[str, Stored | Plain]] = {}
+        self.groups: list[dict[str, Any]] = []
+        self.group: dict[str, int] = {}
+        self.kinds: dict[str, Kind] = {}
+        self.tied: dict[str, tuple[str, ...]] = {}
+        self.scaler: dict[str, float] | None = None
+        self.extra: dict[str, Plain] = {}  # plain values next to model and optimizer, such as a step
+        self.left_out: dict[str, None] = {}
+        self.budget = Budget()
+
+    def _open(self, name: str) -> NumberedFile:
+        """Open a file by its name, which is not trusted."""
+        path = PurePosixPath(name)
+        if not path.parts or path.is_absolute() or ".." in path.parts or "\0" in name:
+            raise CheckpointError(f"a file {name!r} is named, which is not inside {self.folder}")
+        number = list(self.files).index(name) if name in self.files else len(self.files)
+        source = NumberedFile(self.folder / name, number)
+        self.files[name] = File(name, source.num_bytes)
+        return source
 
     def leave_out(self, what: str) -> None:
         self.left_out[what] = None
@@ -68,15 +84,25 @@ class Described:
             raise ValueError(f"a {type(tensor).__name__} where a tensor is expected")
         return stored_of(tensor, self.budget)
 
+    def item(self, value: Any) -> Stored | Plain:
+        """Return one item of an optimizer's state of a parameter."""
+        if isinstance(value, Strided):
+            return self.stored(value)
+        if not isinstance(value, (Stored, Plain)):
+            raise CheckpointError(f"an optimizer's state holds a {type(value).__name__}, no tensor and no number")
+        return value
+
 
 @contextmanager
 def describing(folder: Path, what: str) -> Iterator[Described]:
     """Describe a checkpoint in a folder. Values of another kind than expected are a CheckpointError about `what`."""
-    with OpenFiles(folder) as sources:
-        try:
-            yield Described(sources)
-        except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
-            raise CheckpointError(f"{what} cannot be understood: {in_words(error)}") from error
+    found = Described(folder)
+    try:
+        yield found
+    except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{what} cannot be understood: {in_words(error)}") from error
+    finally:
+        found.source.cache_clear()
 
 
 def index_of(found: Described, origin: Mapping[str, str]) -> Index:
@@ -109,7 +135,7 @@ def index_of(found: Described, origin: Mapping[str, str]) -> Index:
         raise CheckpointError(f"its optimizer has state of {lost[0]!r}, and its model has no such parameter")
     optimizer = Optimizer("", tuple(found.groups), found.scaler) if found.groups else None
     words = {**origin, **({"left out": "; ".join(list(found.left_out)[:_MAX_LISTED])} if found.left_out else {})}
-    index = Index(found.sources.files, tensors, optimizer, dict(found.extra), words)
+    index = Index(tuple(found.files.values()), tensors, optimizer, dict(found.extra), words)
     require_sound(index)
     return index
 
@@ -142,22 +168,11 @@ def add_optimizer(found: Described, groups: Any, state: Mapping[Any, Mapping[str
     found.group |= group_of
     found.groups += [settings_of(found, group) for group in groups]
     for key, items in state.items():
-        found.state[names[_member(key)]] = {text(what): item_of(found, value) for what, value in items.items()}
+        found.state[names[_member(key)]] = {text(what): found.item(value) for what, value in items.items()}
 
 
 def _member(name: Any) -> str:
     return str(name) if type(name) is int else text(name)
-
-
-def item_of(found: Described, value: Any) -> Stored | Plain:
-    """Return one item of an optimizer's state of a parameter."""
-    if isinstance(value, Stored):
-        return value
-    if isinstance(value, Strided):
-        return found.stored(value)
-    if not isinstance(value, Plain):
-        raise CheckpointError(f"an optimizer's state holds a {type(value).__name__}, no tensor and no number")
-    return value
 
 
 def settings_of(found: Described, group: Mapping[str, Any]) -> dict[str, Any]:
@@ -177,7 +192,9 @@ def _plain(found: Described, value: Any, depth: int = 0) -> Any:
     if isinstance(value, Strided):
         value = found.stored(value)
     if isinstance(value, Stored) and value.num_elems == 1:
-        return found.sources.number(value)
+        piece = value.pieces[0]
+        content = found.source(list(found.files)[piece.file]).read(piece.offset, value.num_bytes)
+        return torch.frombuffer(bytearray(content), dtype=value.torch_dtype).item()
     if isinstance(value, Plain):
         return value
     if isinstance(value, (list, tuple)) and depth < _MAX_DEPTH and len(value) <= _MAX_LENGTH:

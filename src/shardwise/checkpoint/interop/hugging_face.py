@@ -32,14 +32,21 @@ def read(folder: Path, name: str, groups: Groups = ()) -> Index:
     """Read a folder. `name`: the file of weights, or their index. `groups`: names for an optimizer saved by number."""
     what = "PEFT adapter" if name.startswith("adapter_model") else "Hugging Face folder"
     with describing(folder, str(folder / name)) as found:
-        (_add_shards if name.endswith(_INDEX) else _add)(found, name)
+        if name.endswith(_INDEX):
+            shards: dict[str, Any] = parse(found.source(name).read_all(_MAX_INDEX_BYTES))["weight_map"]
+            for shard in sorted({text(shard) for shard in shards.values()}):
+                _add(found, shard)
+            if missing := sorted(set(shards) - set(found.tensors)):
+                raise CheckpointError(f"{folder / name} names {missing[0]!r}, which is not in its file")
+        else:
+            _add(found, name)
         for file in _OPTIMIZERS:
             if not (folder / file).is_file():
                 continue
             if name == _GATHERED:
-                given = archives.load(found.sources.source(file))
+                given = archives.load(found.source(file))
                 add_optimizer(found, given["param_groups"], given["state"])
-            elif not (groups and _add_numbered(found, archives.load(found.sources.source(file)), groups)):
+            elif not (groups and _add_numbered(found, archives.load(found.source(file)), groups)):
                 found.leave_out(f"the optimizer in {file}, whose state has no names")
         return index_of(found, {"format": "Accelerate" if name == _GATHERED else what})
 
@@ -64,7 +71,7 @@ def _add_numbered(found: Described, given: Any, groups: Groups) -> bool:
 def read_file(path: Path) -> Index:
     """Read a single file."""
     with describing(path.parent, str(path)) as found:
-        source, is_safetensors = found.sources.source(path.name), path.suffix == ".safetensors"
+        source, is_safetensors = found.source(path.name), path.suffix == ".safetensors"
         if not is_safetensors and source.read(0, min(source.num_bytes, len(archives.LOCAL))) != archives.LOCAL:
             raise CheckpointError(
                 f"{path} is no checkpoint: what can be opened is a folder, a file *.safetensors, or a file of "
@@ -74,27 +81,13 @@ def read_file(path: Path) -> Index:
         return index_of(found, {"format": "safetensors" if is_safetensors else "torch.save"})
 
 
-def _add_shards(found: Described, name: str) -> None:
-    source = found.sources.source(name)
-    if source.num_bytes > _MAX_INDEX_BYTES:
-        raise CheckpointError(f"{source.path} is {source.num_bytes} bytes long, of at most {_MAX_INDEX_BYTES}")
-    shards: dict[str, Any] = parse(source.read(0, source.num_bytes))["weight_map"]
-    for shard in sorted({text(shard) for shard in shards.values()}):
-        _add(found, shard)
-    if missing := sorted(set(shards) - set(found.tensors)):
-        raise CheckpointError(f"{source.path} names {missing[0]!r}, which is not in its file")
-
-
 def _add(found: Described, name: str) -> None:
-    source = found.sources.source(name)
+    source, before = found.source(name), found.tensors
     if name.endswith(".safetensors"):
-        _, tensors = read_header(source.path, source.number)
-        twice = set(tensors) & set(found.tensors)
-        found.tensors |= tensors
+        found.tensors = read_header(source.path, source.number)
     else:
-        before = set(found.tensors)
-        given = archives.load(source)
-        add_model(found, given)
-        twice = set(given) & before
-    if twice:
+        found.tensors = {}
+        add_model(found, archives.load(source))
+    if twice := before.keys() & found.tensors.keys():
         raise CheckpointError(f"{source.path} holds {min(twice)!r}, which another file holds as well")
+    found.tensors = before | found.tensors
