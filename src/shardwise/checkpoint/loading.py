@@ -6,9 +6,10 @@ from the pieces that overlap them.
 """
 
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from ..core.schedule.model import Param
 from ..core.unit.state import FlatState
 from . import optimizer_state
 from .index import NAMES, Index, Saved, Stored, cut
-from .opened import Opened, Reader, open_checkpoint
+from .opened import Opened, open_checkpoint
 from .optimizer_state import Home, Optimizers
 from .saving import begin_between_steps, together
 from .share import buffers_of
@@ -74,18 +75,17 @@ class _Wanted:
     interval: Interval
     name: str
     saved: Saved
-    resting: Tensor
     home: Home | None
+
+    @property
+    def resting(self) -> Tensor:
+        return self.state.resting_params[self.number]
 
     def part(self, key: str | None) -> tuple[Stored, Interval]:
         """Return the elements to read, of the parameter or of the optimizer's state under `key`."""
         stored = self.saved if key is None else self.saved.stored_state[key]
         is_split = key is None or self.saved.is_split(key)
         return stored, self.interval if is_split else Interval(0, stored.num_elems)
-
-    def read(self, reader: Reader, key: str | None, row: Tensor) -> None:
-        stored, interval = self.part(key)
-        reader.read(stored, interval.start, row)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,19 +102,18 @@ def _prepare(
     index = opened.index
     try:
         buffers = buffers_of(model, engine)
-        names = require_same_model(engine, buffers, index, allow_rounding)
+        require_same_model(engine, buffers, index, allow_rounding)
         homes = optimizer_state.homes_in(optimizers)
         wanted = []
         for state in (state for unit in engine.units for state in unit.states):
             for piece in pieces(state.flat.intervals, state.flat.spans[state.flat.depth_of_master]):
-                name, resting = names[state.flat.params[piece.param].name], state.resting_params[piece.param]
-                saved, home = index.tensors[name], homes.get(resting)
-                wanted.append(_Wanted(state, piece.param, piece.in_param, name, saved, resting, home))
+                name = _saved_name(state.flat.params[piece.param], index)
+                home = homes.get(state.resting_params[piece.param])
+                wanted.append(_Wanted(state, piece.param, piece.in_param, name, index.tensors[name], home))
         if optimizers:
             optimizer_state.require_same_optimizers(optimizers, index.optimizer, keep_groups)
             held = [(want.name, want.saved, want.resting, want.home.number if want.home else None) for want in wanted]
             require_same_groups(held, keep_groups)
-        job = _Job(opened, wanted, [(value, index.tensors[name]) for name, value in buffers.items()])
         # Every rank checks the files that it reads, and one rank checks all of them.
         numbers = {piece.file for want in wanted for piece in cut(want.saved, want.interval)}
         with opened.reader() as reader:
@@ -122,19 +121,26 @@ def _prepare(
                 reader.require_length(number)
     except CheckpointError as error:
         raise type(error)(f"cannot load {place}: {error}") from error
-    return job
+    return _Job(opened, wanted, [(value, index.tensors[name]) for name, value in buffers.items()])
 
 
 def _read(job: _Job, optimizers: Optimizers, keep_groups: bool) -> None:
     # Parameters that are not split are read by every rank.
     is_shared = any(want.state.flat.depth_of_master == 0 for want in job.wanted)
     with job.opened.reader(is_shared) as reader:
-        reader.plan(_plan(job, bool(optimizers)))
+
+        def read(want: _Wanted, key: str | None, row: Tensor) -> None:
+            stored, interval = want.part(key)
+            reader.read(stored, interval.start, row)
+
+        # The plan has the order of the reads below.
+        keys = [(None, *(want.saved.stored_state if optimizers else ())) for want in job.wanted]
+        params = (want.part(key) for want, own in zip(job.wanted, keys, strict=True) for key in own)
+        reader.plan(chain(params, ((stored, Interval(0, stored.num_elems)) for _, stored in job.buffers)))
         for want in job.wanted:
-            read = partial(want.read, reader)
-            want.state.set_master(want.number, partial(read, None))
+            want.state.set_master(want.number, partial(read, want, None))
             if want.home is not None:
-                optimizer_state.restore_state(want.home, want.resting, want.saved, read)
+                optimizer_state.restore_state(want.home, want.resting, want.saved, partial(read, want))
         for state in dict.fromkeys(want.state for want in job.wanted):
             state.publish()
         for buffer, stored in job.buffers:
@@ -145,35 +151,31 @@ def _read(job: _Job, optimizers: Optimizers, keep_groups: bool) -> None:
         optimizer_state.restore_optimizers(optimizers, job.opened.index.optimizer, keep_groups)
 
 
-def _plan(job: _Job, has_optimizer: bool) -> Iterator[tuple[Stored, Interval]]:
-    """Yield the reads of `_read`, in its order."""
-    for want in job.wanted:
-        for key in (None, *(want.saved.stored_state if has_optimizer else ())):
-            yield want.part(key)
-    for _, stored in job.buffers:
-        yield stored, Interval(0, stored.num_elems)
-
-
-def require_same_model(
-    engine: Engine, buffers: Mapping[str, Tensor], index: Index, allow_rounding: bool
-) -> dict[str, str]:
-    """Raise unless the model is the one that was saved; return the saved name of each of its parameters."""
-    specs = _params(engine)
-    names = {spec.name: _saved_name(spec, index) for spec, _ in specs}
-    expected = {names[spec.name]: (tuple(spec.shape), dtype) for spec, dtype in specs}
+def require_same_model(engine: Engine, buffers: Mapping[str, Tensor], index: Index, allow_rounding: bool) -> None:
+    """Raise unless the model is the one that was saved."""
+    params = _params(engine)
+    expected = {_saved_name(spec, index): (tuple(spec.shape), dtype) for spec, dtype in params}
     expected |= {name: (tuple(value.shape), value.dtype) for name, value in buffers.items()}
-    known = set(expected) | {site.name for spec, _ in specs for site in spec.sites}
-    found = [
-        *_differences(expected, index),
-        *(f"{name!r} is in it, not in the model" for name in index.tensors if name not in known),
-    ]
-    if found:
-        raise CheckpointError(f"it is of another model ({_list(found)})")
+    known = set(expected) | {site.name for spec, _ in params for site in spec.sites}
+    differences = []
+    for name, (shape, dtype) in expected.items():
+        stored = index.tensors.get(name)
+        if stored is None:
+            other = next((other for other, saved in index.tensors.items() if name in saved.tied), None)
+            differences.append(
+                f"{name!r} is in the model, not in it" + (f" but as {other!r}: tie them" if other else "")
+            )
+        elif stored.shape != shape:
+            differences.append(f"{name!r} is {stored.shape} in it, {shape} in the model")
+        elif stored.torch_dtype.is_floating_point != dtype.is_floating_point:
+            differences.append(f"{name!r} is {stored.dtype} in it, {NAMES[dtype]} in the model")
+    differences += [f"{name!r} is in it, not in the model" for name in index.tensors if name not in known]
+    if differences:
+        raise CheckpointError(f"it is of another model ({_list(differences)})")
     lossy = _rounded(((name, dtype) for name, (_, dtype) in expected.items()), index)
     if lossy and not allow_rounding:
         fix = "choose a precision= whose master weights hold them, or load with allow_rounding=True"
         raise CheckpointError(f"weights would lose digits ({_list(lossy)}): {fix}")
-    return names
 
 
 def rounded(engine: Engine, index: Index) -> list[str]:
@@ -207,19 +209,6 @@ def _saved_name(spec: Param, index: Index) -> str:
     return max(found, key=lambda name: index.tensors[name].group is not None, default=spec.name)
 
 
-def _differences(expected: Mapping[str, tuple[tuple[int, ...], torch.dtype]], index: Index) -> Iterator[str]:
-    for name, (shape, dtype) in expected.items():
-        if name not in index.tensors:
-            other = next((other for other, saved in index.tensors.items() if name in saved.tied), None)
-            yield f"{name!r} is in the model, not in it" + (f" but as {other!r}: tie them" if other else "")
-            continue
-        stored = index.tensors[name]
-        if stored.shape != shape:
-            yield f"{name!r} is {stored.shape} in it, {shape} in the model"
-        elif stored.torch_dtype.is_floating_point != dtype.is_floating_point:
-            yield f"{name!r} is {stored.dtype} in it, {NAMES[dtype]} in the model"
-
-
 def _list(differences: list[str]) -> str:
     more = [f"and {len(differences) - _MAX_LISTED} more"] if len(differences) > _MAX_LISTED else []
     return f"{plural(len(differences), 'difference')}: " + "; ".join([*differences[:_MAX_LISTED], *more])
@@ -237,14 +226,12 @@ def require_same_groups(held: Iterable[tuple[str, Saved, Tensor, int | None]], k
         is_frozen = group is None and not saved.state and not resting.requires_grad
         if saved.group != group and not keep_groups and not is_frozen:
             wrong.append(f"{name!r} is in group {saved.group} of its optimizer and in group {group} of this one")
-            continue
-        if saved.state and group is None:
+        elif saved.state and group is None:
             wrong.append(f"{name!r} was trained by its optimizer, and is in no group of this one")
-            continue
-        is_part = resting.numel() < saved.num_elems
-        for key, item in saved.stored_state.items():
-            if is_part and not saved.is_split(key) and item.num_elems > 1:
-                what = f"the optimizer's {key!r} of parameter {name!r} is {item.shape} and was made for the whole one"
-                raise CheckpointError(f"{what}: use a layout whose optimizer is 'whole'")
+        elif resting.numel() < saved.num_elems:
+            for key, item in saved.stored_state.items():
+                if not saved.is_split(key) and item.num_elems > 1:
+                    what = f"the optimizer's {key!r} of parameter {name!r}, {item.shape}, was made for the whole one"
+                    raise CheckpointError(f"{what}: use a layout whose optimizer is 'whole'")
     if wrong:
         raise CheckpointError(f"build the same groups, or load with keep_groups=True ({_list(wrong)})")

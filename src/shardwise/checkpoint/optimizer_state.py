@@ -5,7 +5,9 @@ stored in blocks that depend on the cut, so it is saved as fp32 and quantised ag
 crosses a shard, so the loaded values are the saved ones.
 """
 
-from collections.abc import Callable, Sequence
+import json
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from math import isfinite
 from typing import Any
@@ -31,11 +33,10 @@ Optimizers = Sequence[ShardedOptimizer]
 
 def own_optimizers(engine: Engine, optimizer: object) -> Optimizers:
     """Return the optimizers; refuse one that `sw.shard` did not return together with the model."""
-    given: list[Any] = [] if optimizer is None else [optimizer]
-    given = list(optimizer) if isinstance(optimizer, (list, tuple)) else given
+    given = optimizer if isinstance(optimizer, (list, tuple)) else [] if optimizer is None else [optimizer]
     for each in given:
         if not isinstance(each, ShardedOptimizer) or not each.belongs_to(engine):
-            what = f"this {type(each).__name__} is not the model's sharded optimizer"
+            what = f"this {type(each).__name__} is not the model's"
             raise ConfigurationError(f"{what}: give the one that sw.shard returned with the model")
     return given
 
@@ -60,8 +61,8 @@ def homes_in(optimizers: Optimizers) -> dict[Tensor, Home]:
 
 
 def names_in_groups(optimizers: Optimizers) -> list[list[str]]:
-    places = [[place_of(param) for param in group["params"]] for group in _groups_of(optimizers)]
-    return [[place.name for place in group if place is not None] for group in places]
+    groups = (map(place_of, group["params"]) for group in _groups_of(optimizers))
+    return [[place.name for place in group if place is not None] for group in groups]
 
 
 def _groups_of(optimizers: Optimizers) -> list[dict[str, Any]]:
@@ -75,70 +76,61 @@ def _name_of(optimizers: Optimizers) -> str:
 def describe_optimizers(optimizers: Optimizers) -> Optimizer | None:
     if not optimizers:
         return None
-    # The running program sets values that are not plain (a function, for example).
-    groups = (
-        {key: _plain(group[key]) for key in group if key not in _RUNTIME_SETTINGS} for group in _groups_of(optimizers)
-    )
-    plain = tuple({key: value for key, value in group.items() if value is not _OTHER} for group in groups)
+    groups = []
+    for group in _groups_of(optimizers):
+        plain = {}
+        for key in (key for key in group if key not in _RUNTIME_SETTINGS):
+            # The running program sets values that JSON cannot hold (a function, for example).
+            with suppress(TypeError, ValueError, RuntimeError):
+                plain[key] = json.loads(json.dumps(group[key], default=Tensor.item))
+        groups.append(plain)
     # All optimizers share one scaler.
     scaler = optimizers[0].scaler
-    return Optimizer(_name_of(optimizers), plain, None if scaler is None else scaler.state())
-
-
-_OTHER = object()  # stands for a value that a checkpoint cannot hold
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, (list, tuple)):
-        parts = [_plain(part) for part in value]
-        return _OTHER if _OTHER in parts else parts
-    if isinstance(value, Tensor):
-        return value.item() if value.numel() == 1 else _OTHER
-    return value if isinstance(value, Plain) else _OTHER
+    return Optimizer(_name_of(optimizers), tuple(groups), None if scaler is None else scaler.state())
 
 
 def restore_optimizers(optimizers: Optimizers, saved: Optimizer, keep_groups: bool) -> None:
-    for group, settings in () if keep_groups else zip(_groups_of(optimizers), saved.groups, strict=True):
-        for key, value in settings.items():
-            now = group.get(key)
-            if key in _RUNTIME_SETTINGS:
-                continue
-            if isinstance(now, Tensor):
-                # In place: schedulers, compiled updates and recordings hold this tensor.
-                now.fill_(value)
-            else:
-                group[key] = tuple(value) if isinstance(now, tuple) else value
+    for group, key, value in () if keep_groups else _settings(optimizers, saved):
+        now = group.get(key)
+        if isinstance(now, Tensor):
+            # In place: schedulers, compiled updates and recordings hold this tensor.
+            now.fill_(value)
+        else:
+            group[key] = tuple(value) if isinstance(now, tuple) else value
     scaler = optimizers[0].scaler
     if scaler is not None and saved.scaler is not None:
         scaler.restore(saved.scaler)
 
 
+def _settings(optimizers: Optimizers, saved: Optimizer) -> Iterator[tuple[dict[str, Any], str, Any]]:
+    """Yield each group with the name and the value of each saved setting that belongs in it."""
+    for group, settings in zip(_groups_of(optimizers), saved.groups, strict=True):
+        yield from ((group, key, value) for key, value in settings.items() if key not in _RUNTIME_SETTINGS)
+
+
 def require_same_optimizers(optimizers: Optimizers, saved: Optimizer | None, keep_groups: bool) -> None:
     if saved is None:
         raise CheckpointError("the checkpoint holds no optimizer, and one is to be loaded: load the model alone")
-    name, groups, scaler = _name_of(optimizers), _groups_of(optimizers), optimizers[0].scaler
+    name, num_groups, scaler = _name_of(optimizers), len(_groups_of(optimizers)), optimizers[0].scaler
     # Other libraries do not always save the class; then only the state has to fit.
     if saved.name not in ("", name):
         raise CheckpointError(f"the checkpoint's optimizer is {saved.name}, this one is {name}: build the same one")
-    if not keep_groups and len(saved.groups) != len(groups):
-        both = f"has {len(saved.groups)} groups, this one has {len(groups)}"
+    if not keep_groups and len(saved.groups) != num_groups:
+        both = f"has {len(saved.groups)} groups, this one has {num_groups}"
         raise CheckpointError(f"the checkpoint's optimizer {both}: build the same groups")
-    for group, settings in () if keep_groups else zip(groups, saved.groups, strict=True):
-        for key, value in settings.items():
-            if key not in _RUNTIME_SETTINGS and not _is_alike(group.get(key), value):
-                both = f"the checkpoint's optimizer has {key}={value!r}, this one has {key}={group[key]!r}"
-                raise CheckpointError(f"{both}: load with keep_groups=True to continue with this one's settings")
+    for group, key, value in () if keep_groups else _settings(optimizers, saved):
+        now = group.get(key)
+        if isinstance(now, tuple):
+            is_alike = isinstance(value, (list, tuple)) and len(value) == len(now)
+        else:
+            is_alike = not isinstance(now, (int, float, Tensor)) or isinstance(value, (int, float))
+        if not is_alike:
+            both = f"the checkpoint's optimizer has {key}={value!r}, this one has {key}={now!r}"
+            raise CheckpointError(f"{both}: load with keep_groups=True to continue with this one's settings")
     if scaler is not None and saved.scaler is not None:
         wanted = set(scaler.state())
         if not wanted <= {key for key, value in saved.scaler.items() if isfinite(value)}:
             raise CheckpointError(f"the checkpoint's loss scaler is {saved.scaler}: it lacks one of {sorted(wanted)}")
-
-
-def _is_alike(now: Any, value: Any) -> bool:
-    """Return whether a saved setting can replace the current one."""
-    if isinstance(now, tuple):
-        return isinstance(value, (list, tuple)) and len(value) == len(now)
-    return not isinstance(now, (int, float, Tensor)) or isinstance(value, (int, float))
 
 
 def describe_state(
@@ -159,9 +151,8 @@ def describe_state(
             raise CheckpointError(f"{what} as a {type(value).__name__}, which a checkpoint cannot hold")
         is_like_param = value.shape == resting.shape and key != "step"
         if is_part and not is_like_param and value.numel() > 1:
-            what += f" with shape {tuple(value.shape)} for a shard of {tuple(resting.shape)}"
-            fix = "use a layout whose optimizer is 'whole'"
-            raise CheckpointError(f"{what}: it cannot be cut for another world; {fix}")
+            both = f"with shape {tuple(value.shape)} for a shard of {tuple(resting.shape)}, so it cannot be cut"
+            raise CheckpointError(f"{what} {both} for another world: use a layout whose optimizer is 'whole'")
         dtype = _stored_dtype(optimizer, value)
         if dtype not in NAMES:
             raise CheckpointError(f"{what} as {value.dtype}, which a checkpoint cannot hold")
@@ -218,8 +209,8 @@ def _restored(
     # In the masters' dtype where it was saved in theirs.
     dtype = resting.dtype if is_split and item.dtype == saved.dtype else item.torch_dtype
     is_reused = isinstance(target, Tensor) and not isinstance(target, OnDisk) and target.shape == shape
-    if type(target) is Tensor and (target.dtype != dtype or not target.is_contiguous()):
-        is_reused = False  # only quantised state accepts values of any dtype
+    # Only quantised state accepts values of any dtype.
+    is_reused &= type(target) is not Tensor or (target.dtype == dtype and target.is_contiguous())
     if not is_reused and is_split and is_low_bit:
         # The optimizer itself decides what it quantises; its squares have no sign.
         target = home.optimizer.inner._new_buffer(resting, not key.endswith("_sq"))  # type: ignore[attr-defined]

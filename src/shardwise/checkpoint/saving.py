@@ -17,7 +17,7 @@ import os
 import platform
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -39,10 +39,10 @@ from ..core.offload.arena import Arena
 from ..core.wire.collectives import Channel, collect, exchange
 from ..version import VERSION
 from . import folder
-from .index import FORMAT, File, Index, Piece, Saved, require_sound, to_json
+from .index import FORMAT, Check, File, Index, Saved, require_sound, to_json
 from .optimizer_state import Optimizers, own_optimizers
-from .share import Portion, Share, merge_shares, share_of
-from .tensor_files import Layout, Source, check_bytes, lay_out, state_key, write_file, write_pieces
+from .share import Share, merge_shares, share_of
+from .tensor_files import Source, check_bytes, lay_out, state_key, write_file, write_pieces
 
 _ALIGNMENT_BYTES = 64
 WHOLE_FILES = ("model.safetensors", "optimizer.safetensors")
@@ -91,9 +91,8 @@ def start_save(
     world = engine.mesh.world
     copied = together(world, lambda: copy_to_host(engine, share), SaveError)
     channel = patient_hosts()
-    saving = Saving(engine, channel, lambda: _write(place, copied, whole, channel))
-    together(world, saving.start, SaveError)
-    return saving
+    write = partial(_write, place, copied, whole, channel)
+    return together(world, lambda: Saving(engine, channel, write), SaveError)
 
 
 def _prepare(
@@ -147,13 +146,12 @@ def _write(place: Path, share: Share, is_whole: bool, world: Channel) -> None:
     try:
         on_first(lambda: folder.begin(place))
         if is_whole:
-            layouts = _lay_out_whole(merge_shares(exchange(world, share.tensors)))
-            on_first(lambda: _make_whole_files(into, layouts))
-            written = together(world, lambda: _write_whole(into, layouts, share, is_first), SaveError)
+            whole = merge_shares(exchange(world, share.tensors))
+            written = together(world, lambda: _write_whole(into, whole, share, is_first), SaveError)
         else:
             written = together(world, lambda: _write_own_file(into, world.index, share), SaveError)
         everything = collect(world, written)
-        on_first(lambda: _complete(place, share, everything, is_whole))
+        on_first(lambda: _complete(place, share, everything))
     except CheckpointError:
         if is_first:
             folder.abandon(place)
@@ -167,52 +165,38 @@ def _write_own_file(into: Path, rank: int, share: Share) -> _Written:
     return [file], share.with_pieces(placed)
 
 
-def _lay_out_whole(tensors: Mapping[str, Saved]) -> list[Layout]:
-    """Return the layouts of the shared files; there is a second one only if the optimizer has tensors."""
-    state = {state_key(key, name): item for name, saved in tensors.items() for key, item in saved.stored_state.items()}
-    return [
-        lay_out([Source(key, item.torch_dtype, item.shape, tuple) for key, item in stored.items()], {"format": "pt"})
-        for stored in ((tensors, state) if state else (tensors,))
-    ]
-
-
-def _make_whole_files(into: Path, layouts: Sequence[Layout]) -> None:
-    for name, layout in zip(WHOLE_FILES, layouts, strict=False):
-        with folder.os_errors_as(CheckpointError, f"cannot write {into / name}"), (into / name).open("wb") as file:
-            file.truncate(layout.num_bytes)
-
-
-def _write_whole(into: Path, layouts: Sequence[Layout], share: Share, is_first: bool) -> _Written:
+def _write_whole(into: Path, tensors: Mapping[str, Saved], share: Share, is_first: bool) -> _Written:
     """Write this rank's parts into the shared files; the first rank writes their headers as well."""
-    placed = [(portion, _whole_place(portion, layouts)) for portion in share.portions]
-    written = []
-    for number, layout in enumerate(layouts):
-        path = into / WHOLE_FILES[number]
+    state = {state_key(key, name): item for name, saved in tensors.items() for key, item in saved.stored_state.items()}
+    placed, files = [], []
+    # There is a second file only if the optimizer has tensors.
+    for number, stored in enumerate((tensors, state) if state else (tensors,)):
+        sources = [Source(key, item.torch_dtype, item.shape, tuple) for key, item in stored.items()]
+        layout, path = lay_out(sources, {"format": "pt"}), into / WHOLE_FILES[number]
+        here = []
+        for portion in (portion for portion in share.portions if number == (portion.key is not None)):
+            label = portion.tensor if portion.key is None else state_key(portion.key, portion.tensor)
+            offset = layout.offsets[label] + portion.start * portion.dtype.itemsize
+            here.append((portion, portion.piece(number, offset)))
+        rows = ((piece.offset, row) for portion, piece in here for row in portion.checked_rows())
         header = [(0, layout.header)] if is_first else []
-        here = ((portion, piece.offset) for portion, piece in placed if piece.file == number)
-        rows = ((offset, row) for portion, offset in here for row in portion.checked_rows())
         with folder.os_errors_as(CheckpointError, f"cannot write {path}"):
             checks = write_pieces(path, itertools.chain(header, rows), check_bytes(layout.num_bytes))
-        written.append(File(WHOLE_FILES[number], layout.num_bytes, tuple(checks)))
-    return written, share.with_pieces(placed)
+        files.append(File(path.name, layout.num_bytes, tuple(checks)))
+        placed += here
+    return files, share.with_pieces(placed)
 
 
-def _whole_place(portion: Portion, layouts: Sequence[Layout]) -> Piece:
-    number, label = (0, portion.tensor) if portion.key is None else (1, state_key(portion.key, portion.tensor))
-    return portion.piece(number, layouts[number].offsets[label] + portion.start * portion.dtype.itemsize)
+def merge_checks(shares: Iterable[Iterable[File]]) -> list[File]:
+    """Return the files that ranks wrote; a file that they share has the checksums of all."""
+    checks: dict[tuple[str, int], list[Check]] = {}
+    for file in itertools.chain.from_iterable(shares):
+        checks.setdefault((file.name, file.num_bytes), []).extend(file.checks)
+    return [File(name, num_bytes, tuple(sorted(own))) for (name, num_bytes), own in checks.items()]
 
 
-def merge_checks(shares: Sequence[Sequence[File]]) -> list[File]:
-    """Return the shared files with the checksums of all ranks."""
-    return [
-        replace(parts[0], checks=tuple(sorted(check for part in parts for check in part.checks)))
-        for parts in zip(*shares, strict=True)
-    ]
-
-
-def _complete(place: Path, share: Share, written: Sequence[_Written], is_whole: bool) -> None:
-    parts = [files for files, _ in written]
-    files = merge_checks(parts) if is_whole else [file for own in parts for file in own]
+def _complete(place: Path, share: Share, written: Sequence[_Written]) -> None:
+    files = merge_checks(files for files, _ in written)
     for file in files:
         path = folder.partial_of(place) / file.name
         if not path.is_file() or path.stat().st_size != file.num_bytes:
@@ -236,19 +220,19 @@ def together(world: Channel, do: Callable[[], T], error: type[CheckpointError] |
 
     The exception is an `error`; by default, it has the class of the CheckpointError on that rank.
     """
-    result, failure, reports = attempt(world, do, _report)
+
+    def report(failure: Exception) -> tuple[type[CheckpointError], str]:
+        if isinstance(failure, CheckpointError):
+            return type(failure), str(failure)
+        return CheckpointError, f"{type(failure).__name__}: {failure}"
+
+    result, failure, reports = attempt(world, do, report)
     first = next((report for report in reports if report is not None), None)
     if first is not None:
         kind, reason = first
         alike = all(report == first for report in reports)
         raise (error or kind)(reason if alike else f"rank {reports.index(first)}: {reason}") from failure
     return result  # type: ignore[return-value]
-
-
-def _report(failure: Exception) -> tuple[type[CheckpointError], str]:
-    if isinstance(failure, CheckpointError):
-        return type(failure), str(failure)
-    return CheckpointError, f"{type(failure).__name__}: {failure}"
 
 
 # For the copies of background saves, by engine: allocated once, and page-locked if they come from a device.
@@ -288,11 +272,9 @@ class Saving:
         self._raise_at = 0
         # Not a daemon: a program that ends waits until its checkpoint is written.
         self._thread = threading.Thread(target=self._run, name="shardwise-save")
-
-    def start(self) -> None:
         self._thread.start()
         _under_way.append(self)
-        self._engine.at_step.append(self._at_step)
+        engine.at_step.append(self._at_step)
 
     @property
     def is_finished(self) -> bool:

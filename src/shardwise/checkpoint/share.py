@@ -19,9 +19,8 @@ from ..core.engine.runtime import Engine
 from ..core.optim.sharded_optimizer import ShardedOptimizer
 from ..core.schedule.flat import Flat
 from ..core.schedule.model import Param
-from ..core.unit.state import FlatState
 from ..core.unit.user_parameter import place_of
-from .index import DTYPES, NAMES, Optimizer, Piece, Plain, Saved, Stored, in_order
+from .index import DTYPES, NAMES, Optimizer, Piece, Saved, Stored, in_order
 from .optimizer_state import Optimizers, describe_optimizers, describe_state, homes_in, stored_row
 from .tensor_files import Source
 
@@ -87,21 +86,21 @@ def share_of(engine: Engine, model: nn.Module, optimizers: Optimizers, extra: di
         held = {piece.param: piece.in_param for piece in pieces(flat.intervals, flat.spans[flat.depth_of_master])}
         for part in pieces(flat.intervals, _span_to_write(flat)):
             spec, resting = flat.params[part.param], state.resting_params[part.param]
-            here = part.in_param.within(held[part.param])
+            here, first = part.in_param.within(held[part.param]), state.held[part.param].start
             saved = tensors[spec.name] = _described(spec, flat)
-            portions.append(_portion(spec.name, None, saved, part.in_param, partial(_part_of, state, part.param, here)))
+            read = partial(state.master_part, slice(first + here.start, first + here.stop))
+            portions.append(_portion(spec.name, None, saved, part.in_param, read))
             home = homes.get(resting)
             if home is None:
                 continue
             items = describe_state(home.optimizer, spec.name, resting, saved.shape)
             saved = tensors[spec.name] = replace(saved, group=home.number, state=items)
             for key, item in saved.stored_state.items():
-                read = partial(stored_row, home.optimizer, resting, key)
-                if saved.is_split(key):
-                    read = partial(stored_row, home.optimizer, resting, key, here)
-                    portions.append(_portion(spec.name, key, item, part.in_param, read))
-                elif part.in_param.start == 0 and item.num_elems:
-                    portions.append(_portion(spec.name, key, item, Interval(0, item.num_elems), read))
+                is_split = saved.is_split(key)
+                if is_split or (part.in_param.start == 0 and item.num_elems):
+                    interval = part.in_param if is_split else Interval(0, item.num_elems)
+                    read = partial(stored_row, home.optimizer, resting, key, here if is_split else slice(None))
+                    portions.append(_portion(spec.name, key, item, interval, read))
     for name, buffer in buffers_of(model, engine).items() if engine.mesh.rank == 0 else ():
         if buffer.dtype not in NAMES:
             raise CheckpointError(f"{name!r} is {buffer.dtype}, which a checkpoint cannot hold: {', '.join(DTYPES)}")
@@ -128,11 +127,6 @@ def buffers_of(model: nn.Module, engine: Engine) -> dict[str, Tensor]:
     return buffers
 
 
-def _part_of(state: FlatState, index: int, here: slice) -> Tensor:
-    held = state.held[index]
-    return state.master_part(slice(held.start + here.start, held.start + here.stop))
-
-
 def _span_to_write(flat: Flat) -> Interval:
     """Return the interval of this rank's part that it writes; ranks with the same part write the rest."""
     own = flat.spans[flat.depth_of_master]
@@ -156,11 +150,15 @@ def merge_shares(shares: Iterable[Mapping[str, Saved]]) -> dict[str, Saved]:
 def _merged(name: str, parts: list[Saved]) -> Saved:
     # A rank that wrote nothing of a tensor does not know its state.
     parts = [part for part in parts if part.pieces or part.state] or parts[:1]
-    first, *others = parts = sorted(parts, key=lambda saved: saved.pieces[0].start if saved.pieces else 0)
-    for other in others:
-        if _forms(other.state) != _forms(first.state):
-            both = f"{sorted(first.state)} on one rank and {sorted(other.state)} on another"
-            raise CheckpointError(f"the optimizer's state of parameter {name!r} is {both}: such state cannot be merged")
+    parts.sort(key=lambda saved: saved.pieces[0].start if saved.pieces else 0)
+    first = parts[0]
+    forms = [
+        {key: isinstance(item, Stored) and (item.shape, item.dtype) for key, item in part.state.items()}
+        for part in parts
+    ]
+    if any(form != forms[0] for form in forms):
+        both = " on one rank and ".join(dict.fromkeys(str(sorted(form)) for form in forms))
+        raise CheckpointError(f"the optimizer's state of parameter {name!r} is {both}: such state cannot be merged")
     stored = {
         key: replace(item, pieces=_joined([part.stored_state[key] for part in parts]))
         for key, item in first.stored_state.items()
@@ -178,7 +176,3 @@ def _joined(parts: Sequence[Stored]) -> tuple[Piece, ...]:
         else:
             joined.append(piece)
     return tuple(joined)
-
-
-def _forms(state: Mapping[str, Stored | Plain]) -> dict[str, Any]:
-    return {key: (item.shape, item.dtype) if isinstance(item, Stored) else None for key, item in state.items()}

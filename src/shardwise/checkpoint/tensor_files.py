@@ -135,10 +135,10 @@ class _Block:
 
 
 def write_pieces(path: Path, pieces: Iterable[tuple[int, Tensor]], check_bytes: int) -> list[Check]:
-    """Write into an existing file at these offsets, while other ranks write elsewhere in it."""
+    """Write into a file at these offsets, while other ranks write elsewhere in it."""
     checks = []
     staged = torch.empty(check_bytes, dtype=torch.uint8)
-    file = os.open(path, os.O_WRONLY)
+    file = os.open(path, os.O_WRONLY | os.O_CREAT, 0o666)
     try:
         for offset, content in pieces:
             for row in _bytes_of(content).split(check_bytes) if content.numel() else ():

@@ -18,7 +18,21 @@ from typing import Any
 import torch
 
 from ...base.errors import CheckpointError
-from ..index import DTYPES, NAMES, File, Index, Kind, Optimizer, Piece, Plain, Saved, Stored, in_words, require_sound, text
+from ..index import (
+    DTYPES,
+    NAMES,
+    File,
+    Index,
+    Kind,
+    Optimizer,
+    Piece,
+    Plain,
+    Saved,
+    Stored,
+    in_words,
+    require_sound,
+    text,
+)
 from .archives import NumberedFile
 from .pickles import Strided
 
