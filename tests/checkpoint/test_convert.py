@@ -11,7 +11,7 @@ from shardwise.base.errors import CheckpointError
 from shardwise.checkpoint import folder
 from shardwise.checkpoint.index import Stored
 from shardwise.checkpoint.opened import Opened, open_checkpoint
-from shardwise.checkpoint.writer import num_bytes_of, without_optimizer, write_bare_weights, write_own
+from shardwise.checkpoint.writer import without_optimizer, write_bare_weights, write_own
 from tests.checkpoint.by_hand import read_whole, save_by_hand, some_tensors
 
 TIED = {"embed.weight": ("head.weight",)}
@@ -68,7 +68,7 @@ def test_nothing_is_lost(opened: Opened, tmp_path: Path, max_bytes: int | None) 
     assert made.index.optimizer == opened.index.optimizer
     assert made.index.extra == opened.index.extra
     assert made.index.origin.items() >= opened.index.origin.items()
-    assert sum(told) == num_bytes_of(opened)
+    assert sum(told) == opened.index.num_bytes
     assert all(file.checks for file in made.index.files)
     names = [file.name for file in made.index.files]
     if max_bytes == 200:

@@ -135,6 +135,11 @@ class Index:
     extra: dict[str, Any] = field(default_factory=dict)
     origin: dict[str, str] = field(default_factory=dict)
 
+    @property
+    def num_bytes(self) -> int:
+        """Return the bytes of all tensors."""
+        return sum(stored.num_bytes for _, stored in self.every_stored())
+
     def every_stored(self) -> Iterator[tuple[str, Stored]]:
         """Yield all tensors with names for messages: the model's, then the optimizer's."""
         yield from self.tensors.items()
@@ -198,8 +203,7 @@ def require_sound(index: Index) -> None:
             if end > file.num_bytes:
                 where = f"byte {end} of {file.name!r}, which is {file.num_bytes} bytes long"
                 raise CheckpointError(f"the index has {name!r} up to {where}")
-    described = sum(stored.num_bytes for _, stored in index.every_stored())
-    present = sum(file.num_bytes for file in index.files)
+    described, present = index.num_bytes, sum(file.num_bytes for file in index.files)
     if described > MAX_USES * present + FREE_BYTES:
         raise CheckpointError(f"its tensors have {described:,} bytes, its files only {present:,}: save each contiguous")
 
@@ -260,10 +264,14 @@ def from_json(content: str | bytes) -> Index:
                 f"the index is {given['format']!r} version {given['version']!r}, and this shardwise reads {FORMAT!r} "
                 f"version {FORMAT_VERSION}: load it with the shardwise that wrote it"
             )
+        optimizer = None
+        if (about := given["optimizer"]) is not None:
+            scaler = about["scaler"] and {key: float(value) for key, value in about["scaler"].items()}
+            optimizer = Optimizer(text(about["name"], inf), tuple(dict(group) for group in about["groups"]), scaler)
         index = Index(
-            tuple(map(_file, given["files"])),
+            tuple(_file(entry) for entry in given["files"]),
             {text(name, inf): _saved(entry) for name, entry in given["tensors"].items()},
-            None if given["optimizer"] is None else _optimizer(given["optimizer"]),
+            optimizer,
             dict(given["extra"]),
             {str(key): str(value) for key, value in given["origin"].items()},
         )
@@ -296,34 +304,23 @@ def _file(entry: Any) -> File:
 
 
 def _saved(entry: Any) -> Saved:
-    stored = _stored(entry)
     if entry["kind"] not in ("parameter", "buffer", "unknown"):
         raise ValueError(f"a tensor of kind {entry['kind']!r}")
+    state = {text(key, inf): item for key, item in entry["state"].items()}
+    if wrong := [item for item in state.values() if not isinstance(item, (dict, Plain))]:
+        raise ValueError(f"{wrong[0]!r} where a plain value is expected")
     return Saved(
-        stored.shape,
-        stored.dtype,
-        stored.pieces,
+        *_stored(entry),
         entry["kind"],
         None if entry["is_trained"] is None else bool(entry["is_trained"]),
         tuple(text(name, inf) for name in entry["tied"]),
         None if entry["group"] is None else count(entry["group"]),
-        {text(key, inf): _stored(item) if type(item) is dict else _plain(item) for key, item in entry["state"].items()},
+        {key: Stored(*_stored(item)) if isinstance(item, dict) else item for key, item in state.items()},
     )
 
 
-def _stored(entry: Any) -> Stored:
+def _stored(entry: Any) -> tuple[tuple[int, ...], str, tuple[Piece, ...]]:
     if entry["dtype"] not in DTYPES:
         raise ValueError(f"dtype {entry['dtype']!r}")
     pieces = tuple(Piece(*map(count, piece)) for piece in entry["pieces"])
-    return Stored(shape_from(entry["shape"]), entry["dtype"], pieces)
-
-
-def _plain(value: Any) -> Plain:
-    if not isinstance(value, Plain):
-        raise ValueError(f"{value!r} where a plain value is expected")
-    return value
-
-
-def _optimizer(entry: Any) -> Optimizer:
-    scaler = None if entry["scaler"] is None else {key: float(value) for key, value in entry["scaler"].items()}
-    return Optimizer(text(entry["name"], inf), tuple(dict(group) for group in entry["groups"]), scaler)
+    return shape_from(entry["shape"]), entry["dtype"], pieces

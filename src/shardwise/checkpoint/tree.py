@@ -99,36 +99,32 @@ def tree_of(tensors: Mapping[str, Saved]) -> Node:
             # A name may also be the beginning of another.
             place = below if isinstance(below, dict) else place.setdefault(f"{part}.", {})
         place[f"{last} " if isinstance(place.get(last), dict) else last] = saved
-    return _collapsed(_node("", root))
+    return _node("", root)
 
 
 def _node(name: str, content: dict[str, Any] | Saved) -> Node:
+    """Build a node, and merge neighbours that are alike, from the leaves up."""
     if isinstance(content, Saved):
         return Node(name, saved=content)
-    return Node(name, [_node(key.strip(" ."), value) for key, value in content.items()])
-
-
-def _collapsed(node: Node) -> Node:
-    """Merge alike neighbours, from the leaves up."""
-    runs: list[tuple[Node, int, int]] = []  # first of a run, its first and last number
-    last_form: Any = None
-    for child in map(_collapsed, node.children):
-        number = _NUMBER.match(child.name)
-        form = (child.name[number.end() :], _form(child)) if number else None
-        if number and form == last_form and int(number[0]) == runs[-1][2] + 1:
-            runs[-1] = (runs[-1][0], runs[-1][1], int(number[0]))
+    children: list[Node] = []
+    first, last, last_form = 0, 0, None
+    for key, value in content.items():
+        child = _node(key.strip(" ."), value)
+        match = _NUMBER.match(child.name)
+        number = int(match[0]) if match else 0
+        form = (child.name[match.end() :], _form(child)) if match else None
+        if form is not None and form == last_form and number == last + 1:
+            children[-1].name = f"{first}-{number}{form[0]}"
+            children[-1].times += child.times
         else:
-            first = int(number[0]) if number else 0
-            runs.append((child, first, first))
-        last_form = form
-    children = []
-    for child, first, last in runs:
-        name = _NUMBER.sub(f"{first}-{last}", child.name, count=1) if last > first else child.name
-        children.append(Node(name, child.children, child.saved, child.times * (last - first + 1)))
+            children.append(child)
+            first = number
+        last, last_form = number, form
     # `layers` with one line under it is that line.
-    if len(children) == 1 and node.name:
-        return Node(f"{node.name}.{children[0].name}", children[0].children, children[0].saved, children[0].times)
-    return Node(node.name, children, node.saved)
+    if len(children) == 1 and name:
+        children[0].name = f"{name}.{children[0].name}"
+        return children[0]
+    return Node(name, children)
 
 
 def _form(node: Node) -> Any:

@@ -24,7 +24,7 @@ from ..base.intervals import Interval
 from ..version import VERSION
 from . import folder
 from .folder import os_errors_as, partial_of, put_in_place, sync
-from .index import File, Index, Piece, Stored, require_sound, to_json
+from .index import File, Index, Stored, one_piece, require_sound, to_json
 from .opened import Opened, Reader
 from .tensor_files import Layout, OnBytes, Source, lay_out, state_key, write_file
 
@@ -145,10 +145,6 @@ def without_optimizer(opened: Opened) -> Opened:
     return Opened(opened.folder, replace(opened.index, tensors=tensors, optimizer=None, extra={}))
 
 
-def num_bytes_of(opened: Opened) -> int:
-    return sum(stored.num_bytes for _, stored in opened.index.every_stored())
-
-
 def write_own(opened: Opened, path: Path, max_bytes: int | None, on_bytes: OnBytes) -> None:
     """Write our own format: whole tensors in files of at most `max_bytes`; None: one of weights, and one of state.
 
@@ -157,6 +153,8 @@ def write_own(opened: Opened, path: Path, max_bytes: int | None, on_bytes: OnByt
     index = opened.index
     into = folder.begin(path)
     try:
+        files: list[File] = []
+        places: dict[tuple[str, str], tuple[int, int]] = {}
         with opened.reader() as reader:
             weights = [stored_source(name, reader, saved) for name, saved in index.tensors.items()]
             state = [
@@ -164,19 +162,19 @@ def write_own(opened: Opened, path: Path, max_bytes: int | None, on_bytes: OnByt
                 for name, saved in index.tensors.items()
                 for key, item in saved.stored_state.items()
             ]
-            files, places = _write_files(into, "model", weights, max_bytes, on_bytes, is_summed=True)
-            more, state_places = list[File](), dict[str, tuple[int, int]]()
-            if state:
-                more, state_places = _write_files(into, "optimizer", state, max_bytes, on_bytes, is_summed=True)
+            for stem, sources in (("model", weights), *([("optimizer", state)] if state else [])):
+                more, offsets = _write_files(into, stem, sources, max_bytes, on_bytes, is_summed=True)
+                places |= {(stem, name): (len(files) + number, at) for name, (number, at) in offsets.items()}
+                files += more
         tensors = {}
         for name, saved in index.tensors.items():
             items = {
-                key: replace(item, pieces=_one_piece(item, *state_places[state_key(key, name)], len(files)))
+                key: replace(item, pieces=one_piece(*places["optimizer", state_key(key, name)], item.num_elems))
                 for key, item in saved.stored_state.items()
             }
-            pieces = _one_piece(saved, *places[name])
+            pieces = one_piece(*places["model", name], saved.num_elems)
             tensors[name] = replace(saved, pieces=pieces, state={**saved.state, **items})
-        made = Index((*files, *more), tensors, index.optimizer, index.extra, {**index.origin, **_converted()})
+        made = Index(tuple(files), tensors, index.optimizer, index.extra, {**index.origin, **_converted()})
         require_sound(made)
         folder.complete(path, to_json(made))
     except BaseException:
@@ -190,10 +188,6 @@ def write_bare_weights(opened: Opened, path: Path, max_bytes: int, on_bytes: OnB
         sources = [stored_source(name, reader, saved) for name, saved in opened.index.tensors.items()]
         write_weights(into, sources, max_bytes, on_bytes)
         write_note(into, {**opened.index.origin, **_converted()})
-
-
-def _one_piece(stored: Stored, file: int, offset: int, first_file: int = 0) -> tuple[Piece, ...]:
-    return (Piece(first_file + file, offset, 0, stored.num_elems),) if stored.num_elems else ()
 
 
 def _converted() -> dict[str, str]:

@@ -46,7 +46,7 @@ def convert(
     if model_only or form == "hugging-face":
         opened = writer.without_optimizer(opened)
     writer.require_free(target, overwrite, opened.folder, replaces_own=False)
-    num_bytes = writer.num_bytes_of(opened)
+    num_bytes = opened.index.num_bytes
     began = time.perf_counter()
     with progress_bar(target.name, num_bytes) as advance:
         if form == "shardwise":
