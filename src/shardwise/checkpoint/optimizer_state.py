@@ -33,7 +33,8 @@ Optimizers = Sequence[ShardedOptimizer]
 
 def own_optimizers(engine: Engine, optimizer: object) -> Optimizers:
     """Return the optimizers; refuse one that `sw.shard` did not return together with the model."""
-    given = optimizer if isinstance(optimizer, (list, tuple)) else [] if optimizer is None else [optimizer]
+    one: list[Any] = [] if optimizer is None else [optimizer]
+    given = list(optimizer) if isinstance(optimizer, (list, tuple)) else one
     for each in given:
         if not isinstance(each, ShardedOptimizer) or not each.belongs_to(engine):
             what = f"this {type(each).__name__} is not the model's"

@@ -47,10 +47,10 @@ def check_bytes(num_bytes: int) -> int:
     return min(size, BLOCK_BYTES)
 
 
-def write_stream(path: Path, contents: Iterable[Tensor], check_bytes: int | None) -> File:
+def write_stream(path: Path, contents: Iterable[Tensor], check_bytes: int) -> File:
     """Write a new file from its beginning to its end, and wait until the disk has it.
 
-    The tensors may be on any device. `check_bytes`: None writes no checksums.
+    The tensors may be on any device. `check_bytes`: 0 writes no checksums.
     """
     file, num_bytes, checks = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666), 0, list[Check]()
     blocks = deque(_Block() for _ in range(_NUM_BLOCKS))  # the first is being filled, the second is the oldest
@@ -101,7 +101,7 @@ class _Block:
         self.num_bytes += taken.numel()
         return row[taken.numel() :]
 
-    def start(self, file: int, offset: int, check_bytes: int | None) -> int:
+    def start(self, file: int, offset: int, check_bytes: int) -> int:
         """Start to write the content to a place in a file; return its length."""
         num_bytes, self.num_bytes = self.num_bytes, 0
         thread = threading.Thread(None, self._write, "shardwise-disk", (file, num_bytes, offset, check_bytes))
@@ -121,7 +121,7 @@ class _Block:
         if self._thread is not None:
             self._thread.join()
 
-    def _write(self, file: int, num_bytes: int, offset: int, check_bytes: int | None) -> None:
+    def _write(self, file: int, num_bytes: int, offset: int, check_bytes: int) -> None:
         # The end of the last block is padded; the file is truncated afterwards.
         end = min(round_up(num_bytes, ALIGNMENT), len(self._memory))
         with memoryview(self._memory) as view:
@@ -231,7 +231,7 @@ def write_file(path: Path, layout: Layout, on_bytes: OnBytes = lambda num_bytes:
     """Write the tensors, and wait until the disk has them. `is_summed`: with a checksum for every block."""
     rows = (row for source in layout.sources for row in source.checked_rows(on_bytes))
     with os_errors_as(SaveError, f"cannot write {path}"):
-        return write_stream(path, chain([layout.header], rows), check_bytes(layout.num_bytes) if is_summed else None)
+        return write_stream(path, chain([layout.header], rows), check_bytes(layout.num_bytes) if is_summed else 0)
 
 
 def read_header(path: Path, file: int = 0) -> dict[str, Stored]:

@@ -129,9 +129,9 @@ def verify(report: Report, opened: Opened, on_bytes: OnBytes) -> None:
                         num, first, value = found
                         wrong.setdefault(name, []).append((start + at + first, num, value))
     tensors = dict(index.every_stored()) if wrong else {}
-    for name, found in wrong.items():
-        at, _, value = min(found)
-        shape, num = tensors[name].shape, sum(num for _, num, _ in found)
+    for name, places in wrong.items():
+        at, _, value = min(places)
+        shape, num = tensors[name].shape, sum(num for _, num, _ in places)
         where = [int(number) for number in torch.unravel_index(torch.tensor(at), shape)]
         how_many = f"{num:,} of {tensors[name].num_elems:,} numbers are not finite"
         report.not_finite.append(f"{name!r}: {how_many}; the first is element {at}, at {where}: {value}")
