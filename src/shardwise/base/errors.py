@@ -4,11 +4,14 @@
 again; after any other code a new start would fail in the same way.
 """
 
+import dataclasses
 import difflib
 import logging
-from collections.abc import Iterable
+import math
+import sys
+from collections.abc import Iterable, Mapping
 from importlib import import_module
-from typing import Any
+from typing import Any, get_args
 
 
 def printable(text: str) -> str:
@@ -114,3 +117,23 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     near = nearest(word, names)
     hint = "" if near is None else f"did you mean {near!r}? "
     return f"{hint}known: {', '.join(names)}"
+
+
+# Limits for `require_limits`.
+ABOVE_0, FINITE = math.ulp(0.0), sys.float_info.max
+
+
+def require_limits(what: str, record: Any, limits: Mapping[str, tuple[float, float]]) -> None:
+    """Refuse a dataclass with a number outside of its limits, which belong to the allowed values. A field of type int
+    takes whole numbers only, an optional one also None."""
+    types = {entry.name: entry.type for entry in dataclasses.fields(record)}
+    for name, (least, most) in limits.items():
+        value, kinds = getattr(record, name), get_args(types[name]) or (types[name],)
+        if value is None and type(None) in kinds:
+            continue
+        is_number = type(value) is int or (type(value) is float and float in kinds)
+        if not is_number or not least <= value <= most:
+            number = "a number" if float in kinds else "a whole number"
+            between = f"of at least {least:,}" if most > 1e30 else f"from {least:,} to {most:,}"
+            between = "above 0" if least == ABOVE_0 else between
+            raise ConfigurationError(f"{what}: {name} is {value!r}, but must be {number} {between}")

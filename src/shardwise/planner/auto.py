@@ -141,7 +141,7 @@ def machine_here(world: Channel, axes: Axes, free_bytes: int, disk_path: Path | 
         disk_bytes=axes.node_size * disk_bytes,
         disk_read_bytes_per_s=axes.node_size * gpu.host.disk_read_bytes_per_s,
         disk_write_bytes_per_s=axes.node_size * gpu.host.disk_write_bytes_per_s,
-        host_adam_elems_per_s=axes.node_size * gpu.host.adam_elems_per_s,
+        host_adam_elems_per_s=axes.node_size * gpu.host.host_adam_elems_per_s,
     )
     cluster = replace(cluster, **_measured_links(world, axes))  # type: ignore[arg-type]
     is_gpu = device().type == "cuda"

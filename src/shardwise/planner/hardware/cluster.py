@@ -12,29 +12,35 @@ products reached. For an unknown device, or a CPU, the measured rate is the peak
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, get_args
 
 from ...base.documents import find, read_object
-from ...base.errors import ConfigurationError, did_you_mean
+from ...base.errors import ABOVE_0, FINITE, ConfigurationError, did_you_mean, require_limits
 from .gpus import (
     DATA,
+    GPUS,
     HOST_LATENCY_US,
     LATENCY_US,
     TO_HOST,
     WITHIN,
     Efficiency,
     Gpu,
-    Host,
     efficiency_of,
     gpu_named,
     gpu_of_device,
 )
 from .links import GIGABYTES_PER_S, Fabric, Link, quantity
 
-MOST = {"node_size": 1024, "num_nodes": 100_000}
+MOST_GPUS = 1024
+_LIMITS = {
+    "node_size": (1, MOST_GPUS),
+    "num_nodes": (1, 100_000),
+    **dict.fromkeys(("host_bytes", "disk_bytes"), (0, math.inf)),
+    **dict.fromkeys(("disk_read_bytes_per_s", "disk_write_bytes_per_s", "host_adam_elems_per_s"), (ABOVE_0, math.inf)),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,20 +62,7 @@ class Cluster:
     host_adam_elems_per_s: float
 
     def __post_init__(self) -> None:
-        for why in self._problems():
-            raise ConfigurationError(f"cluster: {why}")
-
-    def _problems(self) -> Iterator[str]:
-        for name, most in MOST.items():
-            value = getattr(self, name)
-            if type(value) is not int or not 1 <= value <= most:
-                yield f"{name} is {value!r}, but must be a whole number from 1 to {most:,}"
-        for name in ("host_bytes", "disk_bytes"):
-            if getattr(self, name) < 0:
-                yield f"{name} is {getattr(self, name)}, but must be 0 or more"
-        for name in ("disk_read_bytes_per_s", "disk_write_bytes_per_s", "host_adam_elems_per_s"):
-            if not getattr(self, name) > 0:
-                yield f"{name} is {getattr(self, name)}, but must be above 0"
+        require_limits("cluster", self, _LIMITS)
 
     @property
     def world_size(self) -> int:
@@ -89,15 +82,16 @@ class Cluster:
         return f"{nodes}{self.node_size} x {self.gpu.name}"
 
 
-_BYTES = {"B": 1, "kB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "PB": 1e15}
-_BYTES |= {"KiB": 1024, "MiB": 1024**2, "GiB": 1024**3, "TiB": 1024**4}
-
+_BYTES = {
+    "": 1, "B": 1, "kB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "PB": 1e15,
+    "KiB": 1024, "MiB": 1024**2, "GiB": 1024**3, "TiB": 1024**4,
+}  # fmt: skip
 _MOST_OF_A_QUANTITY = 1e18  # bytes, or GB/s
 
 
 def bytes_of(text: str | int, what: str) -> int:
     """Parse `512GB`, `1.5 TB`, `64GiB`; a bare number is bytes. `what`: its name in errors."""
-    value = _quantity(str(text), what, {**_BYTES, "": 1}, "512GB")
+    value = _quantity(str(text), what, _BYTES, "512GB")
     if value < 1e6:
         raise ConfigurationError(f"{what}: {text} is {value:g} bytes; write {text}GB")
     return round(value)
@@ -105,11 +99,8 @@ def bytes_of(text: str | int, what: str) -> int:
 
 def _quantity(text: str, what: str, units: Mapping[str, float], example: str) -> float:
     value = quantity(text.strip().lower(), {name.lower(): factor for name, factor in units.items()})
-    if value is None:
-        raise ConfigurationError(f"{what}: {text!r} is no quantity; write {example}")
-    if not 0 < value <= _MOST_OF_A_QUANTITY:
-        bound = "more than 0" if value <= 0 else f"a quantity that there is, like {example}"
-        raise ConfigurationError(f"{what}: {text!r}, but it must be {bound}")
+    if value is None or not 0 < value <= _MOST_OF_A_QUANTITY:
+        raise ConfigurationError(f"{what}: {text!r} is no quantity above 0 and up to 1e18; write {example}")
     return value
 
 
@@ -119,15 +110,12 @@ NETWORKS: dict[str, tuple[float, float, float, bool]] = DATA["networks"]
 
 def parse_gpus(text: str) -> tuple[int, Gpu]:
     """Parse number and model of a node's GPUs: `8xH100-80GB`, `4 x A100-80GB`; `h100` is one GPU."""
-    found = re.fullmatch(r"\s*(?:([^\sx*]+)\s*[x*]\s*)?(\S.*?)\s*", str(text), re.IGNORECASE)
-    if found is None or not isinstance(text, str):
+    if not isinstance(text, str) or not text.strip():
         raise ConfigurationError(f"--gpus: {text!r} names no GPU; write {EXAMPLE}")
-    count, name = found[1] or "1", found[2]
-    if not re.fullmatch(r"[+-]?\d[\d.,]*", count):
-        count, name = "1", text.strip()
-    most = MOST["node_size"]
-    if not count.isdecimal() or len(count) > len(str(most)) or not 1 <= int(count) <= most:
-        raise ConfigurationError(f"--gpus: {count} GPUs in {text!r}, but a node has a whole number from 1 to {most}")
+    found = re.fullmatch(r"([+-]?\d[\d.,]*)\s*[x*]\s*(\S.*)", text.strip(), re.IGNORECASE)
+    count, name = found.groups() if found else ("1", text.strip())
+    if not re.fullmatch(r"\d{1,4}", count) or not 1 <= int(count) <= MOST_GPUS:
+        raise ConfigurationError(f"--gpus: {count} GPUs in {text!r}; give a whole number from 1 to {MOST_GPUS}")
     return int(count), gpu_named(name)
 
 
@@ -145,15 +133,17 @@ def make_cluster(
     """Make a cluster. `gpus`: GPUs of a node. `network` (between nodes), `intra` (inside them) and `pcie` (to the host)
     are names, or rates per GPU in each direction. `memory` is per GPU, `host_memory` and `disk` are per node."""
     node_size, gpu = parse_gpus(gpus)
-    if type(nodes) is not int or not 1 <= nodes <= MOST["num_nodes"]:
-        raise ConfigurationError(f"--nodes: {nodes}, but it must be a whole number from 1 to {MOST['num_nodes']:,}")
     for what, word in (("--network", network), ("--intra", intra), ("--pcie", pcie)):
         if word is not None and not isinstance(word, str):
             raise ConfigurationError(f"{what}: {word!r} is no name and no rate; write '50GB/s'")
     if memory is not None:
         gpu = replace(gpu, memory_bytes=bytes_of(memory, "--gpu-memory"))
     link = gpu.intra if intra is None else _within(intra, gpu)
-    host = gpu.host
+    node: dict[str, Any] = {name: node_size * share for name, share in asdict(gpu.host).items()}
+    if host_memory is not None:
+        node["host_bytes"] = bytes_of(host_memory, "--host-memory")
+    if disk is not None:
+        node["disk_bytes"] = bytes_of(disk, "--disk")
     return Cluster(
         gpu=gpu,
         node_size=node_size,
@@ -163,11 +153,7 @@ def make_cluster(
         pcie=gpu.pcie if pcie is None else _named_or_rate(pcie, TO_HOST, HOST_LATENCY_US, "--pcie"),
         switch=gpu.switch if link == gpu.intra else None,
         network=network or gpu.network,
-        host_bytes=node_size * host.memory_bytes if host_memory is None else bytes_of(host_memory, "--host-memory"),
-        disk_bytes=node_size * host.disk_bytes if disk is None else bytes_of(disk, "--disk"),
-        disk_read_bytes_per_s=node_size * host.disk_read_bytes_per_s,
-        disk_write_bytes_per_s=node_size * host.disk_write_bytes_per_s,
-        host_adam_elems_per_s=node_size * host.adam_elems_per_s,
+        **node,
     )
 
 
@@ -182,19 +168,17 @@ def _within(text: str, gpu: Gpu) -> Link:
 def between(text: str, node_size: int, intra: Link) -> Link:
     name = text.lower().replace("_", "-")
     name = DATA["aliases of networks"].get(name, name)
-    if name in NETWORKS:
-        gigabits_per_s, share, latency_us, is_shared = NETWORKS[name]
-        rate = gigabits_per_s * share / 8
-        return Link(rate / node_size if is_shared else rate, latency_us)
-    if name == "nvlink":  # a rack is one NVLink domain
-        return intra
     several = [known for known in NETWORKS if known.startswith(f"{name}-")]
-    if len(several) > 1:
+    if len(several) > 1 and name not in NETWORKS:
         raise ConfigurationError(f"--network: {text!r} comes at several rates: {', '.join(several)}")
-    return _named_or_rate(text, {**dict.fromkeys(NETWORKS), "nvlink": intra}, 15.0, "--network")
+    known = {"nvlink": intra}  # a rack is one NVLink domain
+    for network, (gigabits_per_s, share, latency_us, is_shared) in NETWORKS.items():
+        rate = gigabits_per_s * share / 8
+        known[network] = Link(rate / node_size if is_shared else rate, latency_us)
+    return known[name] if name in known else _named_or_rate(text, known, 15.0, "--network")
 
 
-def _named_or_rate(text: str, known: dict[str, Link] | dict[str, Link | None], latency_us: float, what: str) -> Link:
+def _named_or_rate(text: str, known: dict[str, Link], latency_us: float, what: str) -> Link:
     found = known.get(text.lower().replace("_", "-"))
     if found is not None:
         return found
@@ -206,6 +190,7 @@ def _named_or_rate(text: str, known: dict[str, Link] | dict[str, Link | None], l
 VERSION = 1
 CPU_RANKS = 2  # as the trainer starts them
 MATRIX = 8192  # rows and columns of the products that GPUs are measured with
+DeviceKind = Literal["cuda", "cpu"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -215,7 +200,7 @@ class Measured:
 
     version: int = VERSION
     device: str
-    kind: Literal["cuda", "cpu"]
+    kind: DeviceKind
     num_devices: int
     memory_bytes: int
     context_bytes: int
@@ -234,29 +219,19 @@ class Measured:
     disk_write_bytes_per_s: float
 
     def __post_init__(self) -> None:
-        for why in self._problems():
-            raise ConfigurationError(f"hardware: {why}")
-
-    def _problems(self) -> Iterator[str]:
-        for name in (entry.name for entry in fields(self)):
-            value, is_whole, may_be_0 = getattr(self, name), name in _WHOLE, name in _MAY_BE_0
-            if name in ("device", "kind"):
-                if not isinstance(value, str):
-                    yield f"{name} is {value!r}, but must be a word"
-            elif value is not None or name not in _OPTIONAL:
-                is_number = type(value) is int or (type(value) is float and not is_whole)
-                if not is_number or not (0 if may_be_0 else 1e-9) <= value < math.inf:
-                    what = "a whole number" if is_whole else "a number"
-                    yield f"{name} is {value!r}, but must be {what} {'of at least 0' if may_be_0 else 'above 0'}"
-        if self.kind not in ("cuda", "cpu"):
-            yield f"kind {self.kind!r}; {did_you_mean(self.kind, ('cuda', 'cpu'))}"
+        if not isinstance(self.device, str):
+            raise ConfigurationError(f"hardware: device is {self.device!r}, but must be a word")
+        if self.kind not in get_args(DeviceKind):
+            raise ConfigurationError(
+                f"hardware: kind {self.kind!r}; {did_you_mean(str(self.kind), get_args(DeviceKind))}"
+            )
+        numbers = [entry.name for entry in fields(self) if entry.name not in ("device", "kind")]
+        require_limits("hardware", self, {name: (0 if name in _MAY_BE_0 else ABOVE_0, FINITE) for name in numbers})
         if self.version != VERSION:
-            yield f"version {self.version}, but {VERSION} is needed: measure again"
+            raise ConfigurationError(f"hardware: version {self.version}, but {VERSION} is needed: measure again")
 
 
-_WHOLE = {"version", "num_devices", "memory_bytes", "context_bytes", "host_memory_bytes", "disk_bytes"}
-_MAY_BE_0 = {"context_bytes", "disk_bytes", "collective_latency_us"}
-_OPTIONAL = {entry.name for entry in fields(Measured) if entry.default is None}
+_MAY_BE_0 = ("context_bytes", "disk_bytes", "collective_latency_us")
 
 
 def read_measured(path: str | Path) -> Measured:
@@ -269,7 +244,7 @@ def read_measured(path: str | Path) -> Measured:
     for key in found:
         if key not in known:
             raise ConfigurationError(f"{what}: unknown key {key!r}; {did_you_mean(key, known)}")
-    missing = [name for name in known if name not in found and name not in _OPTIONAL]
+    missing = [entry.name for entry in fields(Measured) if entry.name not in found and entry.default is not None]
     if missing:
         raise ConfigurationError(f"{what} has no {', no '.join(missing)}: measure again")
     return Measured(**found)
@@ -297,48 +272,34 @@ def efficiency_in(measured: Measured) -> Efficiency:
 
 def gpu_in(measured: Measured, num_ranks: int = 1) -> Gpu:
     """Return the device of a rank. A CPU is divided among `num_ranks`."""
-    known = gpu_of_device(measured.device)
     num_sharing = num_ranks if measured.kind == "cpu" else 1
-    slower = min(measured.to_host_bytes_per_s or math.inf, measured.from_host_bytes_per_s or math.inf)
-    to_host = slower if slower < math.inf else measured.memory_bytes_per_s / num_sharing
-    host = Host(
-        memory_bytes=measured.host_memory_bytes // num_ranks,
-        disk_bytes=measured.disk_bytes // num_ranks,
-        disk_read_bytes_per_s=measured.disk_read_bytes_per_s / num_ranks,
-        disk_write_bytes_per_s=measured.disk_write_bytes_per_s / num_ranks,
-        adam_elems_per_s=measured.host_adam_elems_per_s / num_ranks,
-    )
-    pcie = Link(to_host / 1e9, HOST_LATENCY_US)
-    if known is not None:
-        return replace(
-            known,
-            memory_bytes=measured.memory_bytes,
-            context_bytes=measured.context_bytes,
-            pcie=pcie,
-            intra=_intra(measured, known.intra),
-            host=host,
+    copies = (measured.to_host_bytes_per_s, measured.from_host_bytes_per_s)
+    to_host = min((rate for rate in copies if rate), default=measured.memory_bytes_per_s / num_sharing)
+    gpu = gpu_of_device(measured.device)
+    if gpu is None:
+        gpu = replace(
+            GPUS[_NEAREST],
+            name=measured.device,
+            device="",
+            flops=measured.flops / num_sharing,
+            fp32_flops=measured.fp32_flops / num_sharing,
+            hbm_bytes_per_s=measured.memory_bytes_per_s / num_sharing,
+            # Shared memory: one rank writes, the other reads.
+            intra=Link(to_host / 2e9, LATENCY_US),
+            switch=None,
+            network="ethernet-10",
         )
-    return Gpu(
-        name=measured.device,
-        memory_bytes=measured.memory_bytes // num_sharing,
-        flops=measured.flops / num_sharing,
-        fp32_flops=measured.fp32_flops / num_sharing,
-        hbm_bytes_per_s=measured.memory_bytes_per_s / num_sharing,
-        # Shared memory: one rank writes, the other reads.
-        intra=_intra(measured, Link(to_host / 2e9, LATENCY_US)),
-        pcie=pcie,
-        context_bytes=min(measured.context_bytes, measured.memory_bytes // num_sharing - 1),
-        node_size=num_ranks,
-        network="ethernet-10",
-        host=host,
+    intra, latency_us = gpu.intra, measured.collective_latency_us
+    if measured.gather_bytes_per_s is not None:
+        intra = Link(measured.gather_bytes_per_s / 1e9, intra.latency_us if latency_us is None else latency_us)
+    memory_bytes = measured.memory_bytes // num_sharing
+    return replace(
+        gpu,
+        memory_bytes=memory_bytes,
+        context_bytes=min(measured.context_bytes, memory_bytes - 1),
+        intra=intra,
+        pcie=Link(to_host / 1e9, HOST_LATENCY_US),
     )
-
-
-def _intra(measured: Measured, otherwise: Link) -> Link:
-    if measured.gather_bytes_per_s is None:
-        return otherwise
-    latency_us = measured.collective_latency_us
-    return Link(measured.gather_bytes_per_s / 1e9, otherwise.latency_us if latency_us is None else latency_us)
 
 
 def cluster_in(measured: Measured, num_ranks: int | None = None, nodes: int = 1, network: str | None = None) -> Cluster:
@@ -349,9 +310,8 @@ def cluster_in(measured: Measured, num_ranks: int | None = None, nodes: int = 1,
         raise ConfigurationError(f"--gpus: {num_ranks}, but {most} were measured; name GPUs of the table instead")
     gpu = gpu_in(measured, num_ranks)
     name = network or gpu.network
-    reduced = measured.all_reduce_bytes_per_s
-    gathered = measured.gather_bytes_per_s
-    has_switch = reduced is not None and gathered is not None and reduced > 1.15 * gathered
+    gathered, reduced = measured.gather_bytes_per_s, measured.all_reduce_bytes_per_s
+    has_switch = gathered and reduced and reduced > 1.15 * gathered
     return Cluster(
         gpu=gpu,
         node_size=num_ranks,
@@ -359,7 +319,7 @@ def cluster_in(measured: Measured, num_ranks: int | None = None, nodes: int = 1,
         intra=gpu.intra,
         inter=between(name, num_ranks, gpu.intra),
         pcie=gpu.pcie,
-        switch=Link(reduced / 1e9, gpu.intra.latency_us) if has_switch and reduced is not None else None,
+        switch=Link(reduced / 1e9, gpu.intra.latency_us) if has_switch and reduced else None,
         network=name,
         host_bytes=measured.host_memory_bytes,
         disk_bytes=measured.disk_bytes,

@@ -6,13 +6,14 @@ similar measured one, and `source` says so. docs/planner.md has the sources of a
 """
 
 import json
+import math
 import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ...base.dtypes import BF16, FP16, DType
-from ...base.errors import ConfigurationError, did_you_mean
+from ...base.errors import ABOVE_0, ConfigurationError, did_you_mean, require_limits
 from .links import Link
 
 GIB = 1 << 30
@@ -24,11 +25,11 @@ HOST_LATENCY_US = 10.0
 class Host:
     """A GPU's share of its node: memory, disks, and the parameters that the cores can update in a second."""
 
-    memory_bytes: int
+    host_bytes: int
     disk_bytes: int
     disk_read_bytes_per_s: float
     disk_write_bytes_per_s: float
-    adam_elems_per_s: float
+    host_adam_elems_per_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,18 +52,14 @@ class Gpu:
     switch: Link | None = None
     context_bytes: int = 900 * 10**6  # measured on one H200, with the kernels of torch loaded
     has_bf16: bool = True
-    node_size: int = 8  # usual number of GPUs in a node
     network: str = ""  # usual network between nodes
     device: str = ""  # text in the driver's name of the device
     host: Host
 
     def __post_init__(self) -> None:
-        for name in ("memory_bytes", "flops", "fp32_flops", "hbm_bytes_per_s"):
-            if not getattr(self, name) > 0:
-                raise ConfigurationError(f"gpu {self.name!r}: {name} is {getattr(self, name)}, but must be above 0")
-        if not 0 <= self.context_bytes < self.memory_bytes:
-            sizes = f"a context of {self.context_bytes} bytes in a memory of {self.memory_bytes}"
-            raise ConfigurationError(f"gpu {self.name!r}: {sizes}")
+        above_0 = ("memory_bytes", "flops", "fp32_flops", "hbm_bytes_per_s")
+        require_limits(f"gpu {self.name!r}", self, dict.fromkeys(above_0, (ABOVE_0, math.inf)))
+        require_limits(f"gpu {self.name!r}", self, {"context_bytes": (0, self.memory_bytes - 1)})
 
 
 DATA: dict[str, Any] = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
@@ -131,8 +128,7 @@ TO_HOST = _links("GB/s to the host", HOST_LATENCY_US)
 
 
 def _gpu(row: list[Any]) -> Gpu:
-    name, device, memory_gib, teraflops, fp32_teraflops, gigabytes_per_s, within, to_host, network, *rest = row
-    node_size, has_bf16 = rest
+    name, device, memory_gib, teraflops, fp32_teraflops, gigabytes_per_s, within, to_host, network, has_bf16 = row
     return Gpu(
         name=name,
         device=device,
@@ -144,7 +140,6 @@ def _gpu(row: list[Any]) -> Gpu:
         pcie=TO_HOST[to_host],
         switch=SWITCHES.get(within),
         has_bf16=has_bf16,
-        node_size=node_size,
         network=network,
         host=Host(**DATA["hosts"]["server" if network.startswith(("ib", "roce")) else "small"]),
     )

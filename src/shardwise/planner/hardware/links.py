@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from ...base.errors import ConfigurationError, did_you_mean
+from ...base.errors import ABOVE_0, FINITE, ConfigurationError, did_you_mean, require_limits
 
 Wire = Literal["intra", "inter"]
 Kind = Literal["all_gather", "reduce_scatter", "all_reduce", "broadcast", "all_to_all"]
@@ -40,10 +40,7 @@ class Link:
     latency_us: float
 
     def __post_init__(self) -> None:
-        if not self.gigabytes_per_s > 0:
-            raise ConfigurationError(f"link: {self.gigabytes_per_s} GB/s carries nothing; give more than 0")
-        if not 0 <= self.latency_us < math.inf:
-            raise ConfigurationError(f"link: a latency of {self.latency_us} us; give 0 or more")
+        require_limits("link", self, {"gigabytes_per_s": (ABOVE_0, math.inf), "latency_us": (0, FINITE)})
 
     def seconds(self, num_bytes: float) -> float:
         """Seconds for the bytes, without latency."""
@@ -142,43 +139,46 @@ def _spread(ranks: Sequence[int], node_size: int, node: int) -> Mapping[int, int
     return {at: len(ranks[before[at] : before[at + 1]]) for at in nodes}
 
 
+_KEYS = ("intra", "inter", "latency", "intra-latency", "inter-latency", "copies")
+
+
 def parse(text: str) -> Fabric:
     """Parse a fabric like `2x8,intra=400GB/s,inter=50GB/s` or `8,intra=1TB/s,latency=10us,copies=on`."""
     shape, *words = [part.strip() for part in text.split(",")]
-    found = re.fullmatch(r"(?:(\d+)x)?(\d+)", shape)
-    if found is None or int(found[1] or 1) < 1 or int(found[2]) < 1:
+    found = re.fullmatch(r"(?:0*([1-9]\d*)x)?0*([1-9]\d*)", shape)
+    if found is None:
         raise _refused(text, f"{shape!r} is no shape: nodes x ranks of a node, or the ranks of one node")
     given: dict[str, str] = {}
     for word in words:
-        key, equals, value = word.partition("=")
+        key, _, value = word.partition("=")
         if key not in _KEYS:
             raise _refused(text, f"unknown part {word!r}; {did_you_mean(key, _KEYS)}")
-        if not equals or not value:
+        if not value:
             raise _refused(text, f"{word!r} has no value")
         if key in given:
             raise _refused(text, f"{key} is given twice, as {given[key]!r} and {value!r}")
         given[key] = value
 
-    def link(wire: Wire, default: Link) -> Link:
-        rate, latency = default.gigabytes_per_s, default.latency_us
-        if wire in given:
-            rate = _quantity(text, wire, given[wire], GIGABYTES_PER_S)
-            if rate <= 0:
-                raise _refused(text, f"{wire}={given[wire]!r} carries nothing")
-        for key in ("latency", f"{wire}-latency"):
-            if key in given:
-                latency = _quantity(text, key, given[key], _MICROSECONDS)
-                if latency == math.inf:
-                    raise _refused(text, f"{key}={given[key]!r} never ends")
-        return Link(rate, latency)
+    def number(key: str, units: Mapping[str, float], default: float) -> float:
+        value = quantity(given[key], units) if key in given else default
+        if value is None:
+            raise _refused(text, f"{key}={given[key]!r} is not a number with a unit ({', '.join(units)})")
+        return value
 
+    links = []
+    for wire, default in (("intra", INTRA), ("inter", INTER)):
+        latency_us = number("latency", _MICROSECONDS, default.latency_us)
+        latency_us = number(f"{wire}-latency", _MICROSECONDS, latency_us)
+        rate = number(wire, GIGABYTES_PER_S, default.gigabytes_per_s)
+        try:
+            links.append(Link(rate, latency_us))
+        except ConfigurationError as error:
+            parts = ", ".join(f"{key}={value!r}" for key, value in given.items() if key != "copies")
+            raise _refused(text, f"{parts}: {error}") from None
     copies = given.get("copies", "off")
     if copies not in ("on", "off"):
         raise _refused(text, f"copies={copies!r} is neither on nor off")
-    return Fabric(int(found[1] or 1), int(found[2]), link("intra", INTRA), link("inter", INTER), copies == "on")
-
-
-_KEYS = ("intra", "inter", "latency", "intra-latency", "inter-latency", "copies")
+    return Fabric(int(found[1] or 1), int(found[2]), *links, copies == "on")
 
 
 def quantity(text: str, units: Mapping[str, float]) -> float | None:
@@ -187,17 +187,10 @@ def quantity(text: str, units: Mapping[str, float]) -> float | None:
     return None if found is None or found[2] not in units else float(found[1]) * units[found[2]]
 
 
-def _quantity(text: str, key: str, value: str, units: Mapping[str, float]) -> float:
-    found = quantity(value, units)
-    if found is None:
-        raise _refused(text, f"{key}={value!r} is not a number with a unit ({', '.join(units)})")
-    return found
-
-
 def _refused(text: str, why: str) -> ConfigurationError:
     return ConfigurationError(f"fabric {text!r}: {why}; an example: {EXAMPLE}")
 
 
 def _number(value: float) -> str:
-    """The shortest text that reads back as the same number."""
+    """Return the shortest text that reads back as the same number."""
     return repr(float(value)).removesuffix(".0")
