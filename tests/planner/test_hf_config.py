@@ -93,7 +93,7 @@ def test_what_the_trainer_exports_is_the_in_tree_transformer_again() -> None:
     assert SHAPE_KEY == llama.SHAPE_KEY
     shape = shape_of_config(config)
     assert (shape.code, shape.layers, shape.kv_heads, shape.tied) == ("in-tree", 2, 2, True)
-    with pytest.raises(ConfigurationError, match="has no layers, no vocab"):
+    with pytest.raises(ConfigurationError, match="layers is None, but must be a whole number"):
         shape_of_config({SHAPE_KEY: {"hidden": 64, "heads": 4, "kv_heads": 2, "ffn": 160, "layers": 0}})
 
 
@@ -119,20 +119,26 @@ def test_what_the_trainer_exports_is_the_in_tree_transformer_again() -> None:
         ({"decoder_sparse_step": 2}, "some blocks have no experts"),
         ({"is_encoder_decoder": True}, "it has an encoder"),
         ({"torch_dtype": "int3"}, "unknown dtype 'int3'"),
-        ({"torch_dtype": 16}, "torch_dtype in its config.json is 16, not a word"),
+        ({"torch_dtype": 16}, "dtype in its config.json is 16, not a word"),
         ({"tie_word_embeddings": "false"}, "tie_word_embeddings is 'false', but must be true or false"),
         ({"attention_bias": 1}, "attention_bias is 1, but must be true or false"),
         ({"layer_types": ["full_attention", "linear_attention"]}, "'linear_attention' is no plain attention"),
         ({"layer_types": "mixed"}, "'mixed' is no list of them"),
         ({"attn_layer_period": 8}, "some blocks have something else than attention"),
         ({"linear_num_key_heads": 16}, "some blocks have something else than attention"),
-        ({"num_hidden_layers": 99999999999}, "layers is 99,999,999,999, but at most 1,000 is planned for"),
+        ({"num_hidden_layers": 99999999999}, "layers is 99999999999, but must be a whole number from 1 to 1,000"),
     ],
 )
 def test_a_config_that_makes_no_shape_says_why(change: dict[str, Any], why: str) -> None:
     with pytest.raises(ConfigurationError) as seen:
         shape_of_config({"model_type": "llama", **USUAL, **change})
     assert why in str(seen.value)
+
+
+@pytest.mark.parametrize("family", ["gpt_oss", "olmoe", "phimoe", "qwen3_moe"])
+def test_a_family_with_experts_needs_their_number(family: str) -> None:
+    with pytest.raises(ConfigurationError, match=f"model '{family}': its config.json has no num_local_experts or"):
+        shape_of_config({"model_type": family, **USUAL})
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,13 @@
-"""Numbers and lines as people read them: three digits with a fitting unit, and labelled lines that wrap.
+"""Numbers and lines as people read them: three digits with a fitting unit, labelled lines that wrap, `key=value` words.
 
-All text is plain ASCII and at most 100 columns wide, so that a log file reads like the terminal.
+All printed text is plain ASCII and at most 100 columns wide, so that a log file reads like the terminal.
 """
 
 import shutil
 import textwrap
+from collections.abc import Callable, Collection, Iterable
+
+from .errors import did_you_mean
 
 WIDTH = 100
 LABEL_WIDTH = 12
@@ -80,3 +83,19 @@ def column_table(rows: dict[str, list[str]]) -> list[str]:
             lines.append(f"  {label:{LABEL_WIDTH}}" + "  ".join(numbers))
         first = last
     return lines
+
+
+def key_values(words: Iterable[str], known: Collection[str], refused: Callable[[str], Exception]) -> dict[str, str]:
+    """Parse words like `intra=400GB/s`, each key at most once. `refused` makes the error for a reason."""
+    given: dict[str, str] = {}
+    for word in words:
+        key, _, value = (part.strip() for part in word.partition("="))
+        key = key.lower().replace("_", "-")
+        if key not in known:
+            raise refused(f"unknown part {word!r}; {did_you_mean(key, known)}")
+        if not value:
+            raise refused(f"{word!r} has no value")
+        if key in given:
+            raise refused(f"{key} is given twice, as {given[key]!r} and {value!r}")
+        given[key] = value
+    return given

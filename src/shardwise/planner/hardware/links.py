@@ -15,7 +15,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from ...base.errors import ABOVE_0, FINITE, ConfigurationError, did_you_mean, require_limits
+from ...base.errors import ABOVE_0, FINITE, ConfigurationError, require_limits
+from ...base.text import key_values
 
 Wire = Literal["intra", "inter"]
 Kind = Literal["all_gather", "reduce_scatter", "all_reduce", "broadcast", "all_to_all"]
@@ -144,25 +145,20 @@ _KEYS = ("intra", "inter", "latency", "intra-latency", "inter-latency", "copies"
 
 def parse(text: str) -> Fabric:
     """Parse a fabric like `2x8,intra=400GB/s,inter=50GB/s` or `8,intra=1TB/s,latency=10us,copies=on`."""
+
+    def refused(why: str) -> ConfigurationError:
+        return ConfigurationError(f"fabric {text!r}: {why}; an example: {EXAMPLE}")
+
     shape, *words = [part.strip() for part in text.split(",")]
     found = re.fullmatch(r"(?:0*([1-9]\d*)x)?0*([1-9]\d*)", shape)
     if found is None:
-        raise _refused(text, f"{shape!r} is no shape: nodes x ranks of a node, or the ranks of one node")
-    given: dict[str, str] = {}
-    for word in words:
-        key, _, value = word.partition("=")
-        if key not in _KEYS:
-            raise _refused(text, f"unknown part {word!r}; {did_you_mean(key, _KEYS)}")
-        if not value:
-            raise _refused(text, f"{word!r} has no value")
-        if key in given:
-            raise _refused(text, f"{key} is given twice, as {given[key]!r} and {value!r}")
-        given[key] = value
+        raise refused(f"{shape!r} is no shape: nodes x ranks of a node, or the ranks of one node")
+    given = key_values(words, _KEYS, refused)
 
     def number(key: str, units: Mapping[str, float], default: float) -> float:
         value = quantity(given[key], units) if key in given else default
         if value is None:
-            raise _refused(text, f"{key}={given[key]!r} is not a number with a unit ({', '.join(units)})")
+            raise refused(f"{key}={given[key]!r} is not a number with a unit ({', '.join(units)})")
         return value
 
     links = []
@@ -174,10 +170,10 @@ def parse(text: str) -> Fabric:
             links.append(Link(rate, latency_us))
         except ConfigurationError as error:
             parts = ", ".join(f"{key}={value!r}" for key, value in given.items() if key != "copies")
-            raise _refused(text, f"{parts}: {error}") from None
+            raise refused(f"{parts}: {error}") from None
     copies = given.get("copies", "off")
     if copies not in ("on", "off"):
-        raise _refused(text, f"copies={copies!r} is neither on nor off")
+        raise refused(f"copies={copies!r} is neither on nor off")
     return Fabric(int(found[1] or 1), int(found[2]), *links, copies == "on")
 
 
@@ -185,10 +181,6 @@ def quantity(text: str, units: Mapping[str, float]) -> float | None:
     """Parse a number with a unit; None if it is neither."""
     found = re.fullmatch(r"(\d+(?:\.\d*)?(?:e[+-]?\d+)?|\.\d+|inf)\s*([A-Za-z/]*)", text)
     return None if found is None or found[2] not in units else float(found[1]) * units[found[2]]
-
-
-def _refused(text: str, why: str) -> ConfigurationError:
-    return ConfigurationError(f"fabric {text!r}: {why}; an example: {EXAMPLE}")
 
 
 def _number(value: float) -> str:

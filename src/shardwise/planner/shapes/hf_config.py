@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...base.documents import find, read_object
-from ...base.dtypes import FP32, DType, dtype_of
+from ...base.dtypes import FP32, dtype_of
 from ...base.errors import ConfigurationError, import_library
 from .shape import ModelShape
 
@@ -27,26 +27,8 @@ _DATA: dict[str, Any] = json.loads(Path(__file__).with_name("families.json").rea
 # Supported families by the config's model_type. Their sizes were compared with transformers' own modules.
 FAMILIES: dict[str, Fields] = _DATA["families"]
 _KEYS: dict[str, list[str]] = _DATA["keys of a size"]
-_FFN, _EXPERTS = [*_KEYS["ffn"], *_KEYS["expert_ffn"]], _KEYS["num_experts"]
 SHAPE_KEY = "shardwise_shape"  # key of the in-tree shape, in a config that the trainer exports
 QUANTISED = "quantization_config"
-
-
-def _fields_of(kind: str, config: Config, sizes: Fields) -> Fields:
-    """Return the fields of `ModelShape` in which this family differs from Llama."""
-    family = FAMILIES[kind]
-    fields = {**_biases(config, sizes), **family.get("fields", {})}
-    if kind in _FAMILY_RULES:
-        fields |= _FAMILY_RULES[kind](config, sizes)
-    if "biases" in family:
-        fields["bias"] = fields["qkv_bias"] = _read_bool(config, *family["biases"])
-    if "positions" in family:
-        key, num_extra = family["positions"]
-        if type(config.get(key)) is not int:
-            raise ConfigurationError(f"config.json: it has no {key}, the number of learned positions")
-        kv_heads = 1 if _read_bool(config, "multi_query") else sizes["heads"]
-        fields |= {"num_positions": config[key] + num_extra, "kv_heads": kv_heads}
-    return fields
 
 
 def _read_bool(config: Config, key: str, default: bool = False) -> bool:
@@ -81,14 +63,14 @@ def _gpt_neox(config: Config, sizes: Fields) -> Fields:
 
 def _falcon(config: Config, sizes: Fields) -> Fields:
     if _read_bool(config, "new_decoder_architecture"):
-        return {"num_norms": config.get("num_ln_in_parallel_attn") or 2, "kv_heads": sizes["kv_heads"]}
+        return {"num_norms": config.get("num_ln_in_parallel_attn") or 2}
     num_norms = 1 if _read_bool(config, "parallel_attn", True) else 2
     return {"num_norms": num_norms, "kv_heads": 1 if _read_bool(config, "multi_query", True) else sizes["heads"]}
 
 
 def _stablelm(config: Config, sizes: Fields) -> Fields:
-    norms = _num_qk_norm_elems(sizes) if _read_bool(config, "qk_layernorm") else 0
     num_norms = 1 if _read_bool(config, "use_parallel_residual") else 2
+    norms = _num_qk_norm_elems(sizes) if _read_bool(config, "qk_layernorm") else 0
     return {"qkv_bias": _read_bool(config, "use_qkv_bias"), "num_norms": num_norms, "other_elems": norms}
 
 
@@ -99,7 +81,8 @@ def _qk_norms(config: Config, sizes: Fields, is_default: bool = True) -> Fields:
 
 
 def _num_qk_norm_elems(sizes: Fields) -> int:
-    return int((sizes["heads"] + sizes["kv_heads"]) * sizes["head_dim"])
+    head_dim = sizes.get("head_dim", sizes["hidden"] // sizes["heads"])
+    return int((sizes["heads"] + sizes["kv_heads"]) * head_dim)
 
 
 def _gpt_oss(config: Config, sizes: Fields) -> Fields:
@@ -127,9 +110,31 @@ def shape_of_config(config: str | Path | Config) -> ModelShape:
     name, config = read_config(config)
     if why := why_no_shape(config):
         raise ConfigurationError(f"model {name!r}: {why}; this is not planned for by sizes alone")
-    if isinstance(config.get(SHAPE_KEY), Mapping):
-        return _in_tree_shape(name, config[SHAPE_KEY])
-    return _shape(name, str(config["model_type"]), _with_defaults(config))
+    if isinstance(in_tree := config.get(SHAPE_KEY), Mapping):
+        keys = ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab")
+        sizes = {key: in_tree.get(key) or None for key in keys}
+        return ModelShape(name=name, tied=_read_bool(in_tree, "tied"), code="in-tree", **sizes)
+    config = _with_defaults(config)
+    fields = _read_sizes(name, config)
+    family = FAMILIES[config["model_type"]]
+    fields["tied"] = _read_bool(config, "tie_word_embeddings", family.get("tied", False))
+    fields |= {**_biases(config, fields), **family.get("fields", {})}
+    if rule := _FAMILY_RULES.get(config["model_type"]):
+        fields |= rule(config, fields)
+    if "biases" in family:
+        fields["bias"] = fields["qkv_bias"] = _read_bool(config, *family["biases"])
+    if "positions" in family:
+        key, num_extra = family["positions"]
+        if type(config.get(key)) is not int:
+            raise ConfigurationError(f"config.json: it has no {key}, the number of learned positions")
+        kv_heads = 1 if _read_bool(config, "multi_query") else fields["heads"]
+        fields |= {"num_positions": config[key] + num_extra, "kv_heads": kv_heads}
+    dtype = config.get("dtype", config.get("torch_dtype", FP32.name))
+    if not isinstance(dtype, str):
+        raise ConfigurationError(
+            f"model {name!r}: the dtype in its config.json is {dtype!r}, not a word like 'bfloat16'"
+        )
+    return ModelShape(name=name, dtype=dtype_of(dtype), **fields)
 
 
 def read_config(config: str | Path | Config) -> tuple[str, Config]:
@@ -137,23 +142,18 @@ def read_config(config: str | Path | Config) -> tuple[str, Config]:
     if isinstance(config, Mapping):
         name = str(config.get("_name_or_path") or config.get("model_type") or "config")
     else:
-        name, config = str(config), _read(config)
+        name, path = str(config), find(config)
+        if path is not None and path.is_dir():
+            path = find(path / "config.json")
+        if path is None:
+            raise ConfigurationError(f"model {name!r}: there is no such file, or no config.json in this folder")
+        config = read_object(path, f"model {name!r}")
     if config.get(QUANTISED):
         raise ConfigurationError(
             f"model {name!r}: its config.json has {QUANTISED}: weights are quantised, which cannot be trained; use the "
             "unquantised ones, or take this key out of the file"
         )
     return name, config
-
-
-def _read(given: str | Path) -> Config:
-    path = find(given)
-    if path is not None and path.is_dir():
-        path = find(path / "config.json")
-        given = Path(given, "config.json")
-    if path is None:
-        raise ConfigurationError(f"model {str(given)!r}: there is no such file")
-    return read_object(path, f"model {str(given)!r}")
 
 
 def why_no_shape(config: Config) -> str:
@@ -192,64 +192,26 @@ def _obstacles(config: Config) -> Iterator[tuple[str, str]]:
         yield "layer_types", f"{other[0]!r} is no plain attention"
 
 
-def _shape(name: str, kind: str, config: Config) -> ModelShape:
-    family = FAMILIES[kind]
-    required = ("layers", "hidden", "heads", "vocab")
-    missing = [" or ".join(_KEYS[size]) for size in required if _key_in(config, _KEYS[size]) is None]
-    if not family.get("four_hidden") and _key_in(config, _FFN) is None:
-        missing.append(" or ".join(_KEYS["ffn"]))
-    has_experts = _key_in(config, _EXPERTS) is not None
-    if has_experts and "num_experts_per_tok" not in config:
-        missing.append("num_experts_per_tok")
-    if missing:
+def _read_sizes(name: str, config: Config) -> Fields:
+    """Return the sizes of `ModelShape`; those that the config does not have get their defaults."""
+    family = FAMILIES[config["model_type"]]
+    keys = {size: next((key for key in known if key in config), "") for size, known in _KEYS.items()}
+    required = {"layers", "hidden", "heads", "vocab"}
+    if not family.get("four_hidden"):
+        required.add("ffn")
+    experts = {"num_experts", "num_active_experts", "expert_ffn"}
+    if family.get("has_experts") or keys["num_experts"]:
+        required |= experts
+    if missing := [" or ".join(_KEYS[size]) for size in _KEYS if size in required and not keys[size]]:
         raise ConfigurationError(f"model {name!r}: its config.json has no {', no '.join(missing)}")
-    fields: Fields = {size: _read_size(name, config, _KEYS[size]) for size in required}
-    hidden, heads = fields["hidden"], fields["heads"]
-    fields["kv_heads"] = _read_size(name, config, _KEYS["kv_heads"], heads)
-    if config.get("head_dim") is None and hidden % heads:
-        why = f"its config.json has no head_dim, and {hidden} does not divide into {heads} heads"
-        raise ConfigurationError(f"model {name!r}: {why}")
-    fields["head_dim"] = _read_size(name, config, ["head_dim"], hidden // heads)
-    fields["ffn"] = _read_size(name, config, _FFN, 4 * hidden)
-    if has_experts:
-        fields["num_experts"] = _read_size(name, config, _EXPERTS)
-        fields["num_active_experts"] = _read_size(name, config, ["num_experts_per_tok"])
-        fields["expert_ffn"] = _read_size(name, config, _KEYS["expert_ffn"])
-    fields["tied"] = _read_bool(config, "tie_word_embeddings", family.get("tied", False))
-    fields |= _fields_of(kind, config, fields)
-    return ModelShape(name=name, dtype=_dtype(name, config), **fields)
-
-
-def _in_tree_shape(name: str, sizes: Mapping[str, Any]) -> ModelShape:
-    keys = ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab")
-    missing = [key for key in keys if type(sizes.get(key)) is not int or sizes[key] < 1]
-    if missing:
-        raise ConfigurationError(f"model {name!r}: the {SHAPE_KEY} in its config.json has no {', no '.join(missing)}")
-    head_dim = sizes["hidden"] // sizes["heads"]
-    values = {key: sizes[key] for key in keys}
-    return ModelShape(name=name, head_dim=head_dim, tied=_read_bool(sizes, "tied"), code="in-tree", **values)
-
-
-def _key_in(config: Config, keys: list[str]) -> str | None:
-    return next((key for key in keys if config.get(key) is not None), None)
-
-
-def _read_size(name: str, config: Config, keys: list[str], default: int | None = None) -> int:
-    key = _key_in(config, keys)
-    value = default if key is None else config[key]
-    if type(value) is not int or value < 1:
-        raise ConfigurationError(
-            f"model {name!r}: {key or keys[0]} in its config.json is {value!r}, not a whole number of at least 1"
-        )
-    return value
-
-
-def _dtype(name: str, config: Config) -> DType:
-    key = "dtype" if "dtype" in config else "torch_dtype"
-    given = config.get(key, FP32.name)
-    if not isinstance(given, str):
-        raise ConfigurationError(f"model {name!r}: {key} in its config.json is {given!r}, not a word like 'bfloat16'")
-    return dtype_of(given)
+    read = {size: key for size, key in keys.items() if key and (size in required or size not in experts)}
+    for key in read.values():
+        if type(config[key]) is not int or config[key] < 1:
+            raise ConfigurationError(
+                f"model {name!r}: {key} in its config.json is {config[key]!r}, not a whole number of at least 1"
+            )
+    sizes: Fields = {size: config[key] for size, key in read.items()}
+    return {"kv_heads": sizes["heads"], "ffn": 4 * sizes["hidden"]} | sizes
 
 
 MOST_LAYERS = 1_000
@@ -313,16 +275,14 @@ def _class_for(transformers: Any, hf_config: Any, config: Config) -> Any:
     raise ValueError("no class of it is one that is trained on tokens or images, and architectures names none")
 
 
-def _decoded(config: Config) -> dict[str, Any]:
+def _decoded(value: Any) -> Any:
     """Decode numbers that JSON cannot express, which the config has as {"__float__": text}, and switch off the download
     of backbone weights from other libraries."""
-    return {key: False if key == "use_pretrained_backbone" else _decoded_value(value) for key, value in config.items()}
-
-
-def _decoded_value(value: Any) -> Any:
     if isinstance(value, Mapping):
-        return float(value["__float__"]) if set(value) == {"__float__"} else _decoded(value)
-    return [_decoded_value(entry) for entry in value] if isinstance(value, list) else value
+        if set(value) == {"__float__"}:
+            return float(value["__float__"])
+        return {key: False if key == "use_pretrained_backbone" else _decoded(part) for key, part in value.items()}
+    return [_decoded(part) for part in value] if isinstance(value, list) else value
 
 
 def _numbers_in(config: Config) -> Iterator[tuple[str, int]]:

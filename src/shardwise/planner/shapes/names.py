@@ -15,6 +15,7 @@ from typing import Any
 from ...base.documents import find
 from ...base.dtypes import dtype_of
 from ...base.errors import ConfigurationError, did_you_mean
+from ...base.text import key_values
 from ..hardware.links import quantity
 from .hf_config import shape_of_config
 from .shape import MOST_OF_A_SIZE, ModelShape, StatesOnly
@@ -25,10 +26,9 @@ _DATA: dict[str, Any] = json.loads(Path(__file__).with_name("models.json").read_
 def _shapes(key: str) -> dict[str, ModelShape]:
     found = {}
     for group in _DATA[key]:
+        fields = {**group["fields"], "dtype": dtype_of(group["fields"]["dtype"])}
         for row in group["rows"]:
-            sizes = dict(zip(_DATA["columns"], row, strict=True))
-            fields = {"head_dim": sizes["hidden"] // sizes["heads"], **group["fields"]}
-            found[row[0]] = ModelShape(**sizes, **{**fields, "dtype": dtype_of(fields["dtype"])})
+            found[row[0]] = ModelShape(**dict(zip(_DATA["columns"], row, strict=True)), **fields)
     return found
 
 
@@ -87,25 +87,37 @@ def parse_shape(text: str) -> ModelShape | StatesOnly:
     many key-value heads as heads, of size hidden / heads, and a gated feed-forward of 8/3 hidden, rounded up to a
     multiple of 256 (4 hidden with `gated=no`). `bias` applies to all projections. A feature that the in-tree
     transformer lacks makes it a model of transformers. `params=7.5e9` alone plans the training state only."""
-    given = _words(text)
+
+    def refused(why: str) -> ConfigurationError:
+        return ConfigurationError(f"--shape {text!r}: {why}; an example: {EXAMPLE}")
+
+    words = [word.strip().lower() for word in text.split(",")]
+    words = [f"{word}=yes" if word.replace("_", "-") in _SWITCHES else word for word in words]
+    given = key_values(words, _KEYS, refused)
     if "params" in given:
         if len(given) > 1:
-            other = next(key for key in given if key != "params")
-            raise _refused(text, f"params= stands alone, without {other}=: it is for models whose sizes are not known")
+            raise refused("params= stands alone: it is for models whose sizes are not known")
         num_params = quantity(given["params"].replace("_", ""), _SCALES) or 0
         if not 1 <= num_params < 1e18:
-            raise _refused(text, f"params={given['params']}, but it must be a number like 7.5e9 or 7.5b")
+            raise refused(f"params={given['params']}, but it must be a number like 7.5e9 or 7.5b")
         return StatesOnly(round(num_params))
     if missing := [key for key in ("layers", "hidden", "heads", "vocab") if key not in given]:
-        raise _refused(text, f"it lacks {', '.join(missing)}")
-    values = {_FIELDS.get(key, key.replace("-", "_")): _value(text, key, given[key]) for key in _KEYS if key in given}
-    hidden, heads = values["hidden"], values["heads"]
+        raise refused(f"it lacks {', '.join(missing)}")
+    values: dict[str, Any] = {}
+    for key, word in given.items():
+        value: Any = word
+        if key in _SWITCHES:
+            value = _BOOLEANS.get(word)
+            if value is None:
+                raise refused(f"{key}={word} is neither yes nor no")
+        elif key in _NUMBERS:
+            digits = word.replace("_", "")
+            if not re.fullmatch("0*[1-9][0-9]{0,9}", digits) or int(digits) > MOST_OF_A_SIZE:
+                raise refused(f"{key}={word}, but it must be a whole number from 1 to {MOST_OF_A_SIZE:,}")
+            value = int(digits)
+        values[_FIELDS.get(key, key.replace("-", "_"))] = value
     values.setdefault("qkv_bias", values.get("bias", False))
-    if "head_dim" not in values:
-        if hidden % heads:
-            raise _refused(text, f"hidden {hidden} does not divide into {heads} heads; say head-dim=")
-        values["head_dim"] = hidden // heads
-    values.setdefault("kv_heads", heads)
+    hidden = values["hidden"]
     values.setdefault("ffn", -(-hidden * 8 // 3 // 256) * 256 if values.get("gated", True) else 4 * hidden)
     if "code" not in values:
         try:
@@ -113,38 +125,3 @@ def parse_shape(text: str) -> ModelShape | StatesOnly:
         except ConfigurationError:
             pass
     return ModelShape(name=text, **values)
-
-
-def _words(text: str) -> dict[str, str]:
-    given: dict[str, str] = {}
-    for word in (part.strip() for part in text.split(",")):
-        key, equals, value = word.partition("=")
-        key = key.strip().lower().replace("_", "-")
-        if key not in _KEYS:
-            raise _refused(text, f"unknown part {word!r}; {did_you_mean(key, _KEYS)}")
-        if key in given:
-            raise _refused(text, f"{key} is given twice")
-        if not equals and key in _SWITCHES:
-            value = "yes"
-        if not value.strip():
-            raise _refused(text, f"{word!r} has no value")
-        given[key] = value.strip().lower()
-    return given
-
-
-def _value(text: str, key: str, value: str) -> Any:
-    if key in _SWITCHES:
-        if value not in _BOOLEANS:
-            raise _refused(text, f"{key}={value} is neither yes nor no")
-        return _BOOLEANS[value]
-    if key not in _NUMBERS:
-        return value
-    digits = value.replace("_", "")
-    if not digits.isdecimal() or len(digits) > len(str(MOST_OF_A_SIZE)) or int(digits) < 1:
-        limits = f"a whole number of at least 1, and at most {MOST_OF_A_SIZE:,}"
-        raise _refused(text, f"{key}={value}, but it must be {limits}")
-    return int(digits)
-
-
-def _refused(text: str, why: str) -> ConfigurationError:
-    return ConfigurationError(f"--shape {text!r}: {why}; an example: {EXAMPLE}")

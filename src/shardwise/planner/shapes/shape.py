@@ -12,7 +12,7 @@ from math import prod
 from typing import Literal, get_args
 
 from ...base.dtypes import FP32, DType
-from ...base.errors import ConfigurationError, did_you_mean
+from ...base.errors import ConfigurationError, did_you_mean, require_limits
 from ...core.schedule.model import ROOT, Param, Site, UnitSpec, least_outside, parts_of
 from ..training import Lora
 
@@ -29,8 +29,8 @@ class ModelShape:
     layers: int
     hidden: int
     heads: int
-    kv_heads: int
-    head_dim: int
+    kv_heads: int = 0  # 0: as many as heads
+    head_dim: int = 0  # 0: hidden / heads
     ffn: int
     vocab: int
     tied: bool = False  # the output projection is the embedding
@@ -52,16 +52,18 @@ class ModelShape:
     dtype: DType = FP32
 
     def __post_init__(self) -> None:
+        require_limits(f"shape {self.name!r}", self, _LIMITS)
+        has_head_dim = self.head_dim > 0
+        # A frozen dataclass is filled in like this.
+        object.__setattr__(self, "kv_heads", self.kv_heads or self.heads)
+        object.__setattr__(self, "head_dim", self.head_dim or self.hidden // self.heads)
+        if not has_head_dim and self.query_width != self.hidden:
+            heads = f"hidden {self.hidden} does not divide into {self.heads} heads"
+            raise ConfigurationError(f"shape {self.name!r}: {heads}; give the size of a head (head_dim)")
         for why in self._problems():
             raise ConfigurationError(f"shape {self.name!r}: {why}")
 
     def _problems(self) -> Iterator[str]:
-        for name, least in _LEAST.items():
-            value, most = getattr(self, name), _MOST.get(name, MOST_OF_A_SIZE)
-            if type(value) is not int or value < least:
-                yield f"{name} is {value!r}, but must be a whole number of at least {least}"
-            if value > most:
-                yield f"{name} is {value:,}, but at most {most:,} is planned for"
         if self.heads % self.kv_heads:
             yield f"{self.heads} heads do not divide into {self.kv_heads} key-value heads; give a multiple of them"
         if self.num_active_experts > self.num_experts:
@@ -105,13 +107,14 @@ class ModelShape:
         return self.num_params - looked_up - idle
 
 
-_LEAST = {
-    "layers": 1, "hidden": 1, "heads": 1, "kv_heads": 1, "head_dim": 1, "ffn": 1, "vocab": 1, "num_norms": 1,
-    "num_experts": 1, "num_active_experts": 1, "num_positions": 0, "expert_ffn": 0, "other_elems": 0,
-    "other_outside_elems": 0,
-}  # fmt: skip
 MOST_OF_A_SIZE = 10**9
-_MOST = {"layers": 1_000, "num_norms": 4, "other_elems": 10**15, "other_outside_elems": 10**15}
+_LIMITS = {
+    "layers": (1, 1_000),
+    **dict.fromkeys(("hidden", "heads", "ffn", "vocab", "num_experts", "num_active_experts"), (1, MOST_OF_A_SIZE)),
+    **dict.fromkeys(("kv_heads", "head_dim", "num_positions", "expert_ffn"), (0, MOST_OF_A_SIZE)),
+    "num_norms": (1, 4),
+    **dict.fromkeys(("other_elems", "other_outside_elems"), (0, 10**15)),
+}
 _IN_TREE_HAS = {
     "name", "layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "vocab", "tied", "norm_bias", "code", "dtype",
 }  # fmt: skip
