@@ -110,10 +110,11 @@ NETWORKS: dict[str, tuple[float, float, float, bool]] = DATA["networks"]
 
 def parse_gpus(text: str) -> tuple[int, Gpu]:
     """Parse number and model of a node's GPUs: `8xH100-80GB`, `4 x A100-80GB`; `h100` is one GPU."""
-    if not isinstance(text, str) or not text.strip():
+    words = str(text).strip()
+    if not words:
         raise ConfigurationError(f"--gpus: {text!r} names no GPU; write {EXAMPLE}")
-    found = re.fullmatch(r"([+-]?\d[\d.,]*)\s*[x*]\s*(\S.*)", text.strip(), re.IGNORECASE)
-    count, name = found.groups() if found else ("1", text.strip())
+    found = re.fullmatch(r"([+-]?\d[\d.,]*)\s*[x*]\s*(\S.*)", words, re.IGNORECASE)
+    count, name = found.groups() if found else ("1", words)
     if not re.fullmatch(r"\d{1,4}", count) or not 1 <= int(count) <= MOST_GPUS:
         raise ConfigurationError(f"--gpus: {count} GPUs in {text!r}; give a whole number from 1 to {MOST_GPUS}")
     return int(count), gpu_named(name)

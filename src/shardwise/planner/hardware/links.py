@@ -174,7 +174,8 @@ def parse(text: str) -> Fabric:
     copies = given.get("copies", "off")
     if copies not in ("on", "off"):
         raise refused(f"copies={copies!r} is neither on nor off")
-    return Fabric(int(found[1] or 1), int(found[2]), *links, copies == "on")
+    intra, inter = links
+    return Fabric(int(found[1] or 1), int(found[2]), intra, inter, copies == "on")
 
 
 def quantity(text: str, units: Mapping[str, float]) -> float | None:

@@ -112,7 +112,7 @@ def shape_of_config(config: str | Path | Config) -> ModelShape:
         raise ConfigurationError(f"model {name!r}: {why}; this is not planned for by sizes alone")
     if isinstance(in_tree := config.get(SHAPE_KEY), Mapping):
         keys = ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab")
-        sizes = {key: in_tree.get(key) or None for key in keys}
+        sizes: Fields = {key: in_tree.get(key) or None for key in keys}
         return ModelShape(name=name, tied=_read_bool(in_tree, "tied"), code="in-tree", **sizes)
     config = _with_defaults(config)
     fields = _read_sizes(name, config)
