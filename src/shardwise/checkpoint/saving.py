@@ -36,7 +36,7 @@ from ..core.engine.rank_agreement import Facts, attempt, require_agreement
 from ..core.engine.runtime import Engine
 from ..core.mesh import patient_hosts
 from ..core.offload.arena import Arena
-from ..core.wire.collectives import Channel, collect, exchange
+from ..core.wire.collectives import Channel, exchange
 from ..version import VERSION
 from . import folder
 from .index import FORMAT, Check, File, Index, Saved, require_sound, to_json
@@ -150,7 +150,7 @@ def _write(place: Path, share: Share, is_whole: bool, world: Channel) -> None:
             written = together(world, lambda: _write_whole(into, whole, share, is_first), SaveError)
         else:
             written = together(world, lambda: _write_own_file(into, world.index, share), SaveError)
-        everything = collect(world, written)
+        everything = exchange(world, written, "what the ranks wrote", to_all=False)
         on_first(lambda: _complete(place, share, everything))
     except CheckpointError:
         if is_first:

@@ -41,7 +41,9 @@ def test_a_folder_is_never_made(tmp_path: Path) -> None:
 
 def test_a_folder_that_cannot_be_written(mount: Mount) -> None:
     place = mount("tmpfs", "size=4m,ro")
-    with pytest.raises(PlaceError, match=f"{place}: no file can be made there, .*Read-only file system"):
+    with pytest.raises(
+        PlaceError, match=f"{place}: no file of 1048576 bytes can be made there, .*Read-only file system"
+    ):
         Disk(place, 1 << 20)
 
 

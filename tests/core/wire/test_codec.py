@@ -65,30 +65,23 @@ def test_a_name_is_as_short_as_it_can_be() -> None:
         ("int8:32", "a block of 32 .* from 64 to 2048"),
         ("int8:4096", "a block of 4096 .* from 64 to 2048"),
         ("int8:0", "a block of 0 "),
-        ("int8:64:128", "two blocks, 64 and 128; give one"),
+        ("int8:64:128", "one block is enough"),
         ("int8:asymetric", "unknown option 'asymetric'; did you mean 'asymmetric'?"),
         ("int8:", "unknown option ''"),
         ("int8:-64", "unknown option '-64'"),
-        ("int8:stochastic:stochastic", "'stochastic' twice; write it once"),
-        ("bf16:256", "'bf16:256' with a block of 256: bf16 has no scales"),
+        ("int8:stochastic:stochastic", "each option once"),
+        ("bf16:256", "'bf16:256': bf16 has no scales"),
         ("as_is:64", "as_is has no scales, so it has no blocks; leave out the block"),
-        ("e4m3:asymmetric", "e4m3 cannot be asymmetric, only int8 and int4 can; write 'e4m3'"),
+        ("e4m3:asymmetric", "e4m3 cannot be asymmetric, only int8 and int4 can; leave it out"),
         ("bf16:stochastic", "bf16 cannot be stochastic"),
         ("int8:forwards", "unknown option 'forwards'; did you mean 'forward'?"),
-        ("as_is:forward", "codec as_is with forward: nothing is lost"),
-        ("as_is:feedback", "codec as_is with feedback: nothing is lost"),
+        ("as_is:forward", "nothing is lost that is sent as it is; leave out 'forward'"),
+        ("as_is:feedback", "nothing is lost that is sent as it is; leave out 'feedback'"),
     ],
 )
 def test_what_is_wrong_is_named(name: str, said: str) -> None:
     with pytest.raises(ConfigurationError, match=said):
         parse(name)
-
-
-def test_a_codec_made_by_hand_is_checked_as_well() -> None:
-    with pytest.raises(ConfigurationError, match="unknown codec 'int16'; did you mean"):
-        Codec("int16")  # type: ignore[arg-type]
-    with pytest.raises(ConfigurationError, match="bf16 with a block of 64: bf16 has no scales"):
-        Codec("bf16", 64)
 
 
 @pytest.mark.parametrize(
@@ -117,8 +110,6 @@ def test_sizes(name: str, num_elems: int, num_bytes: int) -> None:
 
 def test_what_travels_as_it_is_has_the_size_of_its_dtype() -> None:
     assert [encoded_bytes("as_is", 7, dtype) for dtype in ("fp32", "bf16", "float16")] == [28, 14, 14]
-    with pytest.raises(ConfigurationError, match=r"7 elements as they are .* pass dtype="):
-        encoded_bytes("as_is", 7)
 
 
 @given(codecs().filter(lambda codec: codec.has_scales), st.integers(0, 1 << 40))

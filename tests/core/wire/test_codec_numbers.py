@@ -359,30 +359,30 @@ def test_what_cannot_be_is_refused() -> None:
     codec = parse("int8")
     data = torch.zeros(1, encoded_bytes(codec, 256) + 16, dtype=torch.uint8)
     right = data[:, :-16]
-    with pytest.raises(ConfigurationError, match=r"int8 cannot carry values of torch.int64; it carries torch.float32"):
+    with pytest.raises(ConfigurationError, match=r"values of torch.int64 .* a dtype among torch.float32"):
         encode(codec, torch.zeros(256, dtype=torch.int64), right)
-    with pytest.raises(ConfigurationError, match=r"int8 cannot carry out of torch.float64"):
+    with pytest.raises(ConfigurationError, match=r"int8: out of torch.float64"):
         decode(codec, right, torch.zeros(256, dtype=torch.float64))
-    with pytest.raises(ConfigurationError, match=r"values has shape \(16, 16\) .* flat and contiguous"):
+    with pytest.raises(ConfigurationError, match=r"shape \(16, 16\) .* flat and contiguous"):
         encode(codec, torch.zeros(16, 16), right)
-    with pytest.raises(ConfigurationError, match=r"values has shape \(256,\) and strides \(2,\)"):
+    with pytest.raises(ConfigurationError, match=r"shape \(256,\) and strides \(2,\) do not fit"):
         encode(codec, torch.zeros(512)[::2], right)
-    with pytest.raises(ConfigurationError, match=r"of shape \(1, 288\); 256 elements .* of shape \(num_rows, 272\)"):
+    with pytest.raises(ConfigurationError, match=r"shape \(1, 288\) .* of shape \(num_rows, 272\)"):
         encode(codec, torch.zeros(256), data)
-    with pytest.raises(ConfigurationError, match=r"rows are torch.int8"):
+    with pytest.raises(ConfigurationError, match=r"rows of torch.int8"):
         decode(codec, right.view(torch.int8), torch.zeros(256))
-    with pytest.raises(ConfigurationError, match=r"begin at byte 8 of their storage .* must be multiples of 16"):
+    with pytest.raises(ConfigurationError, match=r"begin at byte 8 of their storage.* at a multiple of 16 bytes"):
         encode(codec, torch.zeros(256), data[:, 8:-8])
-    with pytest.raises(ConfigurationError, match=r"257 elements and rows of shape \(2, 272\).* as many equal parts"):
+    with pytest.raises(ConfigurationError, match=r"shape \(257,\) .* shape \(2, 272\).* in equal parts"):
         encode(codec, torch.zeros(257), torch.zeros(2, 272, dtype=torch.uint8))
     for rows, shape in ((right[0], r"\(272,\)"), (right[:0], r"\(0, 272\)")):
-        with pytest.raises(ConfigurationError, match=f"256 elements and rows of shape {shape}; rows must be"):
+        with pytest.raises(ConfigurationError, match=rf"rows of .* with shape {shape}"):
             decode(codec, rows, torch.zeros(256))
-        with pytest.raises(ConfigurationError, match=rf"of shape {shape}; 256 elements .* \(num_rows, 272\)"):
+        with pytest.raises(ConfigurationError, match=rf"rows of .* with shape {shape} .*\(num_rows, 272\)"):
             decode_sum(codec, rows, torch.zeros(256))
-    with pytest.raises(ConfigurationError, match="are 280 apart"):
+    with pytest.raises(ConfigurationError, match=r"strides \(280, 1\)"):
         decode_sum(codec, torch.zeros(600, dtype=torch.uint8).as_strided((2, 272), (280, 1)), torch.zeros(256))
-    with pytest.raises(ConfigurationError, match="rows are on meta and the values on cpu"):
+    with pytest.raises(ConfigurationError, match=r"on cpu .* on meta .* on the same device"):
         encode(codec, torch.zeros(256), right.to("meta"))
 
 

@@ -12,7 +12,9 @@ import mmap
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent import futures
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -45,45 +47,15 @@ class Pending:
         self.start = start // CHECK_BYTES * CHECK_BYTES
         self.stop = round_up(stop, CHECK_BYTES)
         self.is_put = is_put
-        self._num_left = num_parts
-        self._failure: StoreError | None = None
-        self._lock = threading.Lock()
-        self._done = threading.Event()
-        if num_parts == 0:
-            self._done.set()
+        self.parts = [Future[None]() for _ in range(num_parts)]
 
     @property
     def is_done(self) -> bool:
-        return self._done.is_set()
+        return all(part.done() for part in self.parts)
 
     def wait(self) -> None:
-        self.settle()
-        _raise([self._failure] if self._failure else [])
-
-    def settle(self) -> None:
-        """Wait without raising a failure."""
-        self._done.wait()
-
-    def end_part(self, failure: StoreError | None) -> None:
-        with self._lock:
-            self._failure = self._failure or failure
-            self._num_left -= 1
-            is_last = self._num_left == 0
-        if is_last:
-            self._done.set()
-
-    def must_follow(self, earlier: "Pending") -> bool:
-        return (self.is_put or earlier.is_put) and self.start < earlier.stop and earlier.start < self.stop
-
-
-@dataclass(frozen=True, slots=True)
-class RegionPart:
-    """Bytes of a region that one thread moves: whole blocks directly from or to the tensor's memory, or at most one
-    block through a bounce buffer, where a block is not complete or O_DIRECT cannot use the memory."""
-
-    start: int
-    stop: int
-    is_whole: bool
+        failures = [part.exception() for part in self.parts]
+        _raise([failure for failure in failures if failure is not None])
 
 
 @dataclass(slots=True, eq=False)
@@ -93,43 +65,26 @@ class Region:
     what: str
     offset: int  # in the file
     num_bytes: int
+    is_new: bool = True  # nothing was written to it
     sums: list[int | None] = field(init=False, repr=False)  # of block after block; None before one is written
-    _written: list[tuple[int, int]] = field(default_factory=list, repr=False)  # in order, and apart from each other
     _under_way: list[Pending] = field(default_factory=list, repr=False)
 
     def __post_init__(self) -> None:
         self.sums = [None] * (round_up(self.num_bytes, CHECK_BYTES) // CHECK_BYTES)
 
-    @property
-    def is_new(self) -> bool:
-        """True if nothing was written to it."""
-        return not self._written
-
-    def note_written(self, start: int, stop: int) -> None:
-        touching = [each for each in self._written if each[0] <= stop and start <= each[1]]
-        apart = [each for each in self._written if each not in touching]
-        both = [(start, stop), *touching]
-        self._written = sorted([*apart, (min(first for first, _ in both), max(last for _, last in both))])
-
-    def require_written(self, start: int, stop: int) -> None:
-        if start < stop and not any(first <= start and stop <= last for first, last in self._written):
-            raise StoreError(
-                f"bytes {start} to {stop} of {self.what} were not all written: put them there before they are fetched"
-            )
-
-    def add(self, pending: Pending) -> list[Pending]:
+    def add(self, new: Pending) -> list[Pending]:
         """Register a request; returns the earlier ones that it has to wait for."""
         self._under_way = [each for each in self._under_way if not each.is_done]
-        earlier = [each for each in self._under_way if pending.must_follow(each)]
-        self._under_way.append(pending)
-        return earlier
+        touching = [each for each in self._under_way if new.start < each.stop and each.start < new.stop]
+        self._under_way.append(new)
+        return [each for each in touching if new.is_put or each.is_put]
 
     def block_around(self, at: int) -> tuple[int, int]:
         start = at // CHECK_BYTES * CHECK_BYTES
         return start, min(start + CHECK_BYTES, self.num_bytes)
 
-    def parts(self, start: int, stop: int, address: int) -> Iterator[RegionPart]:
-        """Cut these bytes, which lie in memory at this address, into parts for threads."""
+    def cuts(self, start: int, stop: int, address: int) -> Iterator[tuple[int, int, bool]]:
+        """Cut these bytes, which lie in memory at this address, for threads: begin, end, and `Part.is_whole`."""
         while start < stop:
             end = start
             if start % CHECK_BYTES == 0 and address % ALIGNMENT == 0:
@@ -138,9 +93,22 @@ class Region:
                     end = end // CHECK_BYTES * CHECK_BYTES
             is_whole = end > start
             end = end if is_whole else min(stop, self.block_around(start)[1])
-            yield RegionPart(start, end, is_whole)
+            yield start, end, is_whole
             address += end - start
             start = end
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Bytes that one thread moves: whole blocks directly from or to the tensor's memory, or at most one block through a
+    bounce buffer, where a block is not complete or O_DIRECT cannot use the memory."""
+
+    region: Region
+    start: int
+    memory: memoryview
+    is_whole: bool
+    is_put: bool
+    tensor: Tensor  # keeps the memory alive
 
 
 class Disk:
@@ -214,63 +182,65 @@ class Disk:
             raise StoreError(
                 f"bytes {at} to {stop} are not all in {region.what}, which has {region.num_bytes}: ask for less"
             )
-        parts = list(region.parts(at, stop, tensor.data_ptr()))
-        pending = Pending(at, stop, is_put, len(parts))
+        cuts = list(region.cuts(at, stop, tensor.data_ptr()))
+        pending = Pending(at, stop, is_put, len(cuts))
         memory = memory_of(tensor)
         with self._lock:
             _raise(self._failures)
-            (region.note_written if is_put else region.require_written)(at, stop)
+            if region.is_new and not is_put and cuts:
+                raise StoreError(f"{region.what} was not written yet: put something there before it is fetched")
+            region.is_new = region.is_new and not (is_put and cuts)
             earlier = region.add(pending)
             jobs = self._to_write if is_put else self._to_read
-            for part in parts:
-                piece = memory[part.start - at : part.stop - at]
-                # `tensor` keeps the memory alive.
-                jobs.put(partial(self._run, region, part, piece, pending, earlier, tensor))
+            for (start, end, is_whole), done in zip(cuts, pending.parts, strict=True):
+                part = Part(region, start, memory[start - at : end - at], is_whole, is_put, tensor)
+                jobs.put(partial(self._run, part, done, earlier))
         return pending
 
-    def _run(
-        self, region: Region, part: RegionPart, memory: memoryview, pending: Pending, earlier: list[Pending], _: Tensor
-    ) -> None:
+    def _run(self, part: Part, done: Future[None], earlier: list[Pending]) -> None:
         """Move one part, in one of the threads. Any failure is stored for the callers that wait."""
         for each in earlier:
-            each.settle()
+            futures.wait(each.parts)
         if not self._failures:
             try:
-                self._move(region, part, memory, pending.is_put)
+                self._move(part)
             except Exception as error:  # noqa: BLE001
-                self._failures.append(self._failure(region, part, pending.is_put, error))
-        pending.end_part(self._failures[0] if self._failures else None)
+                self._failures.append(self._failure(part, error))
+        if self._failures:
+            done.set_exception(self._failures[0])
+        else:
+            done.set_result(None)
 
-    def _failure(self, region: Region, part: RegionPart, is_put: bool, error: Exception) -> StoreError:
+    def _failure(self, part: Part, error: Exception) -> StoreError:
         why, fix = repr(error), "report this, it is a bug"
         if isinstance(error, OSError):
             why, fix = error.strerror or str(error), _FIXES.get(error.errno or 0, _FIX)
         elif isinstance(error, StoreError):
             why, fix = str(error), _FIX
         failure = StoreError(
-            f"{self.folder}: bytes {part.start} to {part.stop} of {region.what} could not be "
-            f"{'written' if is_put else 'read'}: {why}. The state on this disk is lost: {fix}, and resume from the "
-            f"last checkpoint, which is as it was"
+            f"{self.folder}: bytes {part.start} to {part.start + len(part.memory)} of {part.region.what} could not be "
+            f"{'written' if part.is_put else 'read'}: {why}. The state on this disk is lost: {fix}, and resume from "
+            "the last checkpoint, which is as it was"
         )
         failure.__cause__ = error
         return failure
 
-    def _move(self, region: Region, part: RegionPart, memory: memoryview, is_put: bool) -> None:
+    def _move(self, part: Part) -> None:
+        region, memory, is_put = part.region, part.memory, part.is_put
         if part.is_whole:
             (self._write if is_put else self._read)(region, part.start, memory)
             return
         start, stop = region.block_around(part.start)
-        inside = slice(part.start - start, part.stop - start)
+        inside = slice(part.start - start, part.start - start + len(memory))
         bounce = self._bounces.get()
         try:
             block = bounce[: round_up(stop - start, ALIGNMENT)]
             if not is_put or (len(memory) < stop - start and region.sums[start // CHECK_BYTES] is not None):
                 self._read(region, start, block)
-            elif len(memory) < stop - start:
-                block[:] = bytes(len(block))
+            else:
+                block[:] = bytes(len(block))  # also behind the region's end
             if is_put:
                 block[inside] = memory
-                block[stop - start :] = bytes(len(block) - (stop - start))  # behind the region's end
                 self._write(region, start, block)
             else:
                 memory[:] = block[inside]
@@ -311,7 +281,7 @@ def _end(
     os.close(file)
 
 
-def _raise(failures: list[StoreError]) -> None:
+def _raise(failures: Sequence[BaseException]) -> None:
     """Raise the first failure, if there is one."""
     if failures:
         raise StoreError(str(failures[0])) from failures[0]
@@ -332,35 +302,24 @@ def reserve(folder: Path, num_bytes: int) -> int:
         raise PlaceError(
             f"{folder} is not a folder, and state is to be offloaded there: make it, or name one that is there"
         )
-    seen = os.statvfs(folder)
-    free = seen.f_bavail * seen.f_frsize
-    if num_bytes > free and seen.f_blocks:  # checked first, as trying would fill the disk; 0: unknown
-        raise _no_room(folder, num_bytes, free)
+    status = os.statvfs(folder)
+    free = status.f_bavail * status.f_frsize
     try:
-        with TemporaryFile(dir=folder, buffering=0) as opened:
-            file = os.dup(opened.fileno())
+        if num_bytes > free and status.f_blocks:  # checked first, as trying would fill the disk; 0: unknown
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        with TemporaryFile(dir=folder, buffering=0) as file:
+            if num_bytes:
+                # If the file system cannot do it, the C library writes single bytes, which O_DIRECT would refuse.
+                os.posix_fallocate(file.fileno(), 0, num_bytes)
+            go_direct(file.fileno())
+            return os.dup(file.fileno())
     except OSError as error:
+        if error.errno in _FIXES:
+            raise NoRoomError(
+                f"{folder}: {num_bytes} bytes are needed for state that is offloaded to disk, and {free} are free there "
+                f"({error.strerror}): make room, name a folder on a larger disk, or offload less to disk"
+            ) from error
         raise PlaceError(
-            f"{folder}: no file can be made there, and state is to be offloaded there ({error.strerror}): "
-            f"let it be written to, or name another folder"
+            f"{folder}: no file of {num_bytes} bytes can be made there, and state is to be offloaded there "
+            f"({error.strerror}): let it be written to, or name another folder"
         ) from error
-    try:
-        if num_bytes:
-            # If the file system cannot do it, the C library writes single bytes, which O_DIRECT would refuse.
-            os.posix_fallocate(file, 0, num_bytes)
-        go_direct(file)
-    except OSError as error:
-        os.close(file)
-        if error.errno in _FIXES:  # no room
-            raise _no_room(folder, num_bytes, free, error.strerror) from error
-        raise PlaceError(
-            f"{folder}: {num_bytes} bytes could not be reserved there ({error.strerror}): name another folder"
-        ) from error
-    return file
-
-
-def _no_room(folder: Path, num_bytes: int, free: int, why: str | None = None) -> NoRoomError:
-    return NoRoomError(
-        f"{folder}: {num_bytes} bytes are needed for state that is offloaded to disk, and {free} are free there"
-        f"{f' ({why})' if why else ''}: make room, name a folder on a larger disk, or offload less to disk"
-    )

@@ -12,11 +12,12 @@ scales consist of their payload.
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Literal, get_args
+from itertools import compress
+from typing import Any, Literal, get_args
 
 from ...base.dtypes import DTypeLike, dtype_of
 from ...base.errors import ConfigurationError, did_you_mean
-from ...base.intervals import BLOCK_ELEMS
+from ...base.intervals import BLOCK_ELEMS, round_up
 
 Kind = Literal["as_is", "bf16", "fp16", "e4m3", "e5m2", "int8", "int4"]
 
@@ -36,6 +37,7 @@ _LARGEST: dict[Kind, tuple[float, ...]] = {
 _BLOCKS = tuple(2**power for power in range(6, 12))
 _OPTIONS = ("asymmetric", "stochastic", "feedback", "forward")
 _OF_INTEGERS = ("asymmetric", "stochastic")
+_INTEGERS = ("int8", "int4")
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,32 +53,10 @@ class Codec:
     has_feedback: bool = False
     is_forward_only: bool = False
 
-    def __post_init__(self) -> None:
-        if self.kind not in KINDS:
-            raise ConfigurationError(f"unknown codec {self.kind!r}; {did_you_mean(str(self.kind), KINDS)}")
-        if self.block not in _BLOCKS:
-            raise ConfigurationError(
-                f"codec {self.kind}: a block of {self.block} elements; it must be a power of two from "
-                f"{_BLOCKS[0]} to {_BLOCKS[-1]}"
-            )
-        if not self.has_scales and self.block != BLOCK_ELEMS:
-            raise ConfigurationError(f"codec {self.kind} with a block of {self.block}: {_without_blocks(self.kind)}")
-        for option, is_set in zip(_OPTIONS, self._options, strict=True):
-            if is_set and option in _OF_INTEGERS and not self.is_integer:
-                raise ConfigurationError(
-                    f"codec {self.kind} cannot be {option}, only int8 and int4 can; write {self.kind!r}, "
-                    f"or 'int8:{option}'"
-                )
-            if is_set and self.kind == "as_is":
-                raise ConfigurationError(f"codec as_is with {option}: nothing is lost that is sent as it is; leave it")
-
     def __str__(self) -> str:
-        words = [self.kind, *([str(self.block)] if self.block != BLOCK_ELEMS else [])]
-        return ":".join(words + [option for option, is_set in zip(_OPTIONS, self._options, strict=True) if is_set])
-
-    @property
-    def _options(self) -> tuple[bool, ...]:
-        return self.is_asymmetric, self.is_stochastic, self.has_feedback, self.is_forward_only
+        are_set = (self.is_asymmetric, self.is_stochastic, self.has_feedback, self.is_forward_only)
+        block = [str(self.block)] if self.block != BLOCK_ELEMS else []
+        return ":".join([self.kind, *block, *compress(_OPTIONS, are_set)])
 
     @property
     def has_scales(self) -> bool:
@@ -84,7 +64,7 @@ class Codec:
 
     @property
     def is_integer(self) -> bool:
-        return self.kind in ("int8", "int4")
+        return self.kind in _INTEGERS
 
     @property
     def largest(self) -> float:
@@ -105,24 +85,32 @@ class Parts:
 
 @lru_cache(maxsize=1024)
 def parse(name: str) -> Codec:
-    kind, *words = name.split(":")
-    known = ALIASES.get(kind, kind)
-    if known not in KINDS:
-        raise ConfigurationError(f"codec {name!r}: unknown kind {kind!r}; {did_you_mean(kind, [*KINDS, *ALIASES])}")
+    word, *words = name.split(":")
+    kind: Any = ALIASES.get(word, word)
     blocks = [int(word) for word in words if word.isdecimal()]
     options = [word for word in words if not word.isdecimal()]
-    if len(blocks) > 1:
-        raise ConfigurationError(f"codec {name!r}: two blocks, {blocks[0]} and {blocks[1]}; give one")
-    for word in options:
-        if word not in _OPTIONS:
-            raise ConfigurationError(
-                f"codec {name!r}: unknown option {word!r}; {did_you_mean(word, _OPTIONS)}, or the elements of a block"
-            )
-        if options.count(word) > 1:
-            raise ConfigurationError(f"codec {name!r}: {word!r} twice; write it once")
-    if blocks and known not in _LARGEST:
-        raise ConfigurationError(f"codec {name!r} with a block of {blocks[0]}: {_without_blocks(known)}")
-    return Codec(known, blocks[0] if blocks else BLOCK_ELEMS, *(option in options for option in _OPTIONS))
+    unknown = [option for option in options if option not in _OPTIONS]
+    of_integers = [option for option in options if option in _OF_INTEGERS]
+    problem = ""
+    if kind not in KINDS:
+        problem = f"unknown kind {word!r}; {did_you_mean(word, [*KINDS, *ALIASES])}"
+    elif unknown:
+        problem = f"unknown option {unknown[0]!r}; {did_you_mean(unknown[0], _OPTIONS)}, or the elements of a block"
+    elif len(blocks) > 1 or len({*options}) < len(options):
+        problem = "one block is enough, and each option once"
+    elif blocks and kind not in _LARGEST:
+        problem = f"{kind} has no scales, so it has no blocks; leave out the block"
+    elif blocks and blocks[0] not in _BLOCKS:
+        problem = f"a block of {blocks[0]} elements; it must be a power of two from {_BLOCKS[0]} to {_BLOCKS[-1]}"
+    elif of_integers and kind not in _INTEGERS:
+        problem = (
+            f"{kind} cannot be {of_integers[0]}, only int8 and int4 can; leave it out, or write 'int8:{of_integers[0]}'"
+        )
+    elif options and kind == AS_IS:
+        problem = f"nothing is lost that is sent as it is; leave out {options[0]!r}"
+    if problem:
+        raise ConfigurationError(f"codec {name!r}: {problem}")
+    return Codec(kind, blocks[0] if blocks else BLOCK_ELEMS, *(option in options for option in _OPTIONS))
 
 
 @lru_cache(maxsize=4096)
@@ -132,22 +120,18 @@ def parts(codec: Codec, num_elems: int) -> Parts:
     if not codec.has_scales:
         return Parts(payload_bytes, 0, payload_bytes, payload_bytes, payload_bytes)
     num_blocks = -(-num_elems // codec.block)
-    scales_at = _aligned(payload_bytes)
-    minima_at = scales_at + _aligned(4 * num_blocks)
-    total_bytes = minima_at + (_aligned(4 * num_blocks) if codec.is_asymmetric else 0)
+    scales_at = round_up(payload_bytes, ALIGN_BYTES)
+    minima_at = scales_at + round_up(4 * num_blocks, ALIGN_BYTES)
+    total_bytes = minima_at + (minima_at - scales_at if codec.is_asymmetric else 0)
     return Parts(payload_bytes, num_blocks, scales_at, minima_at, total_bytes)
 
 
 def encoded_bytes(codec: Codec | str, num_elems: int, dtype: DTypeLike | None = None) -> int:
     """The bytes that `reference_codecs.encode` fills. Without encoding, elements have the size of `dtype`."""
-    if isinstance(codec, str):
-        codec = parse(codec)
-    if codec.kind != "as_is":
+    codec = parse(codec) if isinstance(codec, str) else codec
+    if codec.kind != AS_IS:
         return parts(codec, num_elems).total_bytes
-    if dtype is None:
-        raise ConfigurationError(
-            f"{num_elems} elements as they are have the size of their dtype, and none was given; pass dtype="
-        )
+    assert dtype is not None
     return num_elems * dtype_of(dtype).itemsize
 
 
@@ -164,11 +148,3 @@ def seed_words(seed: int) -> tuple[int, int]:
 def signed_word(value: int) -> int:
     """The lowest 32 bits, as the value of an int32."""
     return (value + 2**31) % 2**32 - 2**31
-
-
-def _aligned(num_bytes: int) -> int:
-    return -(-num_bytes // ALIGN_BYTES) * ALIGN_BYTES
-
-
-def _without_blocks(kind: str) -> str:
-    return f"{kind} has no scales, so it has no blocks; leave out the block"

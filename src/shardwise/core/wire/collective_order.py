@@ -57,7 +57,13 @@ class Order:
     def take(self, event: Event) -> None:
         """Check an event, and announce it if it is not the expected one; called before a collective is started."""
         if self._begun is not None:
-            self._enter_phase(self._begun)
+            phase, self._begun = self._begun, None
+            self.take(phase)
+            if self._num_places > MOST_PLACES:
+                self._by_phases.clear()
+                self._num_places = 0
+            self._phases = (*self._phases, phase)[-NUM_PHASES:]
+            self._place = self._by_phases.setdefault(self._phases, _Place())
         place = self._place
         if event != place.expected:
             self._announce(event)
@@ -73,12 +79,3 @@ class Order:
         """Forget the order: from now on every event is announced."""
         self._place = _Place()
         self._by_phases.clear()
-
-    def _enter_phase(self, phase: Event) -> None:
-        self._begun = None
-        self.take(phase)
-        if self._num_places > MOST_PLACES:
-            self._by_phases.clear()
-            self._num_places = 0
-        self._phases = (*self._phases, phase)[-NUM_PHASES:]
-        self._place = self._by_phases.setdefault(self._phases, _Place())

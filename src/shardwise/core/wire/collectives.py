@@ -74,7 +74,7 @@ class Channel:
 class InFlight:
     """A queued collective, the buffer that it uses until it is finished, and the work that follows then."""
 
-    kind: Kind
+    kind: Any  # a `Kind`, or "broadcast" or "exchange"
     channel: Channel
     what: str
     buffer: Tensor
@@ -200,28 +200,24 @@ def _sum_rows(channel: Channel, codec: Codec, rows: Tensor, out: Tensor) -> None
 
 
 def finish(flight: InFlight) -> None:
-    if flight.work is not None:
-        _wait(flight.channel, flight.work, flight.buffer, flight.kind, flight.what)
+    """Wait for a collective, then run the work that follows. On a GPU the stream waits, and this returns at once. On a
+    CPU the caller waits, and the other ranks are watched."""
+    work, channel, watch = flight.work, flight.channel, flight.channel.watch
+    if work is not None:
+        try:
+            if watch is None or flight.buffer.is_cuda:
+                work.wait()
+            else:
+                try:
+                    work.wait(SLICE)
+                except RuntimeError:
+                    watch.wait(work, f"{flight.kind} of {flight.what}", channel.mesh is None, channel.patience_s)
+        except WireError:
+            raise
+        except RuntimeError as error:
+            _fail(flight, error)
     if flight.then is not None:
         flight.then()
-
-
-def _wait(channel: Channel, work: dist.Work, buffer: Tensor, kind: str, what: str) -> None:
-    """Wait for a collective. On a GPU the stream waits, and this returns at once. On a CPU the caller waits, and the
-    other ranks are watched."""
-    watch = channel.watch
-    try:
-        if watch is None or buffer.is_cuda:
-            work.wait()
-            return
-        try:
-            work.wait(SLICE)
-        except RuntimeError:
-            watch.wait(work, kind, what, channel.mesh is None, channel.patience_s)
-    except WireError:
-        raise
-    except RuntimeError as error:
-        _fail(kind, channel, what, error)
 
 
 def broadcast_from_first(channel: Channel, buffer: Tensor, what: str = "weights") -> None:
@@ -240,35 +236,29 @@ def mean_over(channel: Channel, buffer: Tensor) -> None:
         buffer /= channel.num_ranks
 
 
-def exchange(channel: Channel, value: Any, what: str = "what the ranks agree on") -> list[Any]:
-    """Return every rank's value of some plain Python object, by rank; for set-up only, not counted."""
-    return _gather_objects(channel, "exchange", what, value, to_all=True)
+def exchange(channel: Channel, value: Any, what: str = "what the ranks agree on", to_all: bool = True) -> list[Any]:
+    """Return every rank's value of some plain Python object, by rank; for set-up only, not counted. Without `to_all`
+    only rank 0 gets them, and the others nothing.
 
-
-def collect(channel: Channel, value: Any, what: str = "what the ranks wrote") -> list[Any]:
-    """Return every rank's value of some plain Python object, by rank, on rank 0; nothing on the others. Not counted."""
-    return _gather_objects(channel, "collect", what, value, to_all=False)
-
-
-def _gather_objects(channel: Channel, kind: str, what: str, value: Any, to_all: bool) -> list[Any]:
-    """Gather the lengths of the pickled objects, then their bytes, padded to the longest."""
+    Gathers the lengths of the pickled objects, then their bytes, padded to the longest.
+    """
     if channel.num_ranks == 1:
         return [value]
-    _meet(channel, kind, what)
+    _meet(channel, "exchange", what)
     group, gather = channel.group, getattr(channel.group, _ALL_GATHER)
     data, length = _object_to_tensor(value, _get_object_coll_device(group), group)
     lengths = length.repeat(channel.num_ranks)
-    _run(channel, kind, what, lengths, lambda: gather(lengths, length, _GATHER))
+    _run(channel, "exchange", what, lengths, lambda: gather(lengths, length, _GATHER))
     sizes = [int(size) for size in lengths.tolist()]
     padded = torch.nn.functional.pad(data, (0, max(sizes) - data.numel()))
     if to_all:
         received = padded.repeat(channel.num_ranks)
-        _run(channel, kind, what, padded, lambda: gather(received, padded, _GATHER))
+        _run(channel, "exchange", what, padded, lambda: gather(received, padded, _GATHER))
         rows = list(received.split(padded.numel()))
     else:
         rows = [torch.empty_like(padded) for _ in sizes] if channel.index == 0 else []
         start = partial(dist.gather, padded, rows or None, dst=0, group=group, async_op=True)
-        _run(channel, kind, what, padded, start)
+        _run(channel, "exchange", what, padded, start)
     # There are no rows where nothing is received.
     return [_tensor_to_object(row, size, group) for row, size in zip(rows, sizes, strict=False)]
 
@@ -279,12 +269,12 @@ def _meet(channel: Channel, kind: str, what: str) -> None:
 
 
 def _run(channel: Channel, kind: str, what: str, buffer: Tensor, start: Callable[[], Any]) -> None:
+    flight = InFlight(kind, channel, what, buffer)
     try:
-        work = start()
+        flight.work = start()
     except RuntimeError as error:
-        _fail(kind, channel, what, error)
-    if work is not None:
-        _wait(channel, work, buffer, kind, what)
+        _fail(flight, error)
+    finish(flight)
 
 
 def _own_part(channel: Channel, buffer: Tensor) -> Tensor:
@@ -303,12 +293,13 @@ def _start(flight: InFlight, method: str, *arguments: Any) -> InFlight:
         try:
             flight.work = getattr(channel.group, method)(*arguments)
         except RuntimeError as error:
-            _fail(flight.kind, channel, flight.what, error)
+            _fail(flight, error)
     return flight
 
 
-def _fail(kind: str, channel: Channel, what: str, error: RuntimeError) -> NoReturn:
-    failure = f"{kind} of {what} over axis {channel.axis!r} ({channel.num_ranks} ranks) failed on this rank: {error}"
+def _fail(flight: InFlight, error: RuntimeError) -> NoReturn:
+    channel, what = flight.channel, f"{flight.kind} of {flight.what}"
+    failure = f"{what} over axis {channel.axis!r} ({channel.num_ranks} ranks) failed on this rank: {error}"
     if channel.watch is not None:
         raise WireError(channel.watch.explain(failure)) from error
     raise WireError(

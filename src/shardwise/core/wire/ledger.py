@@ -4,7 +4,7 @@
 a reduce-scatter over N ranks, twice that for an all-reduce. Axes of one rank move nothing and are not counted.
 """
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -77,13 +77,10 @@ class Traffic:
 
 
 def add_up(calls: Iterable[Call]) -> Traffic:
-    num_calls: Counter[tuple[str, Kind, str]] = Counter()
-    wire_bytes: Counter[tuple[str, Kind, str]] = Counter()
+    by_row = defaultdict[tuple[str, Kind, str], list[float]](list)
     for call in calls:
-        key = (call.axis, call.kind, call.dtype)
-        num_calls[key] += 1
-        wire_bytes[key] += call.wire_bytes  # type: ignore[assignment]
-    return Traffic(tuple(sorted(Row(*key, num_calls[key], wire_bytes[key]) for key in num_calls)))
+        by_row[call.axis, call.kind, call.dtype].append(call.wire_bytes)
+    return Traffic(tuple(sorted(Row(*key, len(sizes), sum(sizes)) for key, sizes in by_row.items())))
 
 
 class Ledger:

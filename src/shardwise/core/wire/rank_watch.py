@@ -52,6 +52,7 @@ NUM_HANGS = 3
 # Processor seconds between two looks that count as idle: a thread that only wakes up and sleeps again uses less.
 LITTLE_S = 0.02
 NUM_FRAMES = 6
+DEAD = ("", "Z", "X")  # states of a process that has ended, also of one that was not waited for
 _BARRIERS = ("barrier", "monitored_barrier")
 _OURS, _TORCH = str(Path(__file__).parents[1]), str(Path(torch.__file__).parent)
 
@@ -129,7 +130,7 @@ class Watch:
         keys = [f"process/{rank}" for rank in range(self.num_ranks)]
         for rank, value in enumerate(self._store.multi_get(keys)):
             pid, host = value.decode().split(" ", 1)
-            if host == socket.gethostname() and _is_alive(int(pid)):
+            if host == socket.gethostname() and state_of(int(pid)) not in DEAD:
                 self._neighbours[rank] = int(pid)
         self._num_meshes += 1
         return self._num_meshes - 1
@@ -148,14 +149,14 @@ class Watch:
 
     # The rank's own threads.
 
-    def wait(self, work: dist.Work, kind: str, what: str, is_meeting: bool, patience_s: float) -> None:
+    def wait(self, work: dist.Work, what: str, is_meeting: bool, patience_s: float) -> None:
         """Wait for work on a CPU that was not done within a slice of time."""
         if is_meeting and threading.current_thread() is not threading.main_thread():
             work.wait()  # in a background thread
             return
         doing: Doing = "meeting" if is_meeting else "collective"
         phase = "" if is_meeting else self._in_phase()
-        self._wait = _Wait(doing, f"{kind} of {what}{phase}", time.monotonic(), patience_s=patience_s)
+        self._wait = _Wait(doing, f"{what}{phase}", time.monotonic(), patience_s=patience_s)
         try:
             while not self.verdict:
                 try:
@@ -257,37 +258,38 @@ class Watch:
 
     def _state(self, num_asked: int) -> State:
         wait, recent, idle_s = self._wait, list(self.order.recent), 0.0
-        frames = _frames_of_main()
+        main = sys._current_frames().get(threading.main_thread().ident or 0)
+        walked = [] if main is None else traceback.walk_stack(main)  # the innermost call first
+        frames = traceback.StackSummary.extract(walked, lookup_lines=False)
         if wait is None:
             nearest = frames[:NUM_FRAMES]
             barriers = [frame for frame in nearest if frame.name in _BARRIERS and frame.filename.startswith(_TORCH)]
             wait = _Wait("barrier" if barriers else "code", "", time.monotonic())
             where = "".join(f"\n    {_line(frame)}" for frame in nearest)
-            idle_s = self._idle_s(where)
+            used_s = time.clock_gettime(
+                time.pthread_getcpuclockid(threading.main_thread().ident or threading.get_ident())
+            )
+            at, before_s, since_s = self._last_look
+            if where != at or used_s - before_s > LITTLE_S:
+                since_s = time.monotonic()
+            self._last_look = (where, used_s, since_s)
+            idle_s = time.monotonic() - since_s
         else:
             outside = [frame for frame in frames if not frame.filename.startswith((_OURS, _TORCH, "<"))]
             where = f"called from {_line(outside[0])}" if outside else ""
         waited_s, passed = time.monotonic() - wait.since_s, recent[-1][0] + 1 if recent else 0
         events = [(number, checksum_of(number, event), describe(event)) for number, event in recent]
-        dead = [rank for rank, pid in self._neighbours.items() if not _is_alive(pid)]
-        stopped = [rank for rank, pid in self._neighbours.items() if state_of(pid) == "T"]
         place = (wait.doing, wait.what, waited_s, wait.announced, passed, events)
+        dead, stopped = self._neighbours_that_are(DEAD), self._neighbours_that_are(("T",))
         return State(num_asked, *place, where, idle_s, dead, stopped)
 
-    def _idle_s(self, where: str) -> float:
-        """Seconds that the main thread has been at one place without using a processor."""
-        thread = threading.main_thread().ident or threading.get_ident()
-        used_s = time.clock_gettime(time.pthread_getcpuclockid(thread))
-        at, before_s, since_s = self._last_look
-        if where != at or used_s - before_s > LITTLE_S:
-            since_s = time.monotonic()
-        self._last_look = (where, used_s, since_s)
-        return time.monotonic() - since_s
+    def _neighbours_that_are(self, letters: tuple[str, ...]) -> list[int]:
+        """Ranks of this machine whose process is in one of these states."""
+        return [rank for rank, pid in self._neighbours.items() if state_of(pid) in letters]
 
     def _gone(self, states: dict[int, State]) -> dict[int, str]:
         """Ranks that have left or died, with the reason."""
-        dead = {rank for rank, pid in self._neighbours.items() if not _is_alive(pid)}
-        dead.update(*(state.dead for state in states.values()))
+        dead = {*self._neighbours_that_are(DEAD)}.union(*(state.dead for state in states.values()))
         found = {rank: f"rank {rank} has died" for rank in sorted(dead)}
         for rank in range(self.num_ranks):
             if self._store.check([f"left/{rank}"]):
@@ -317,6 +319,9 @@ class Watch:
         most_idle_s = NUM_HANGS * self._limits.hang_s
         idle = [rank for rank in states if states[rank].idle_s > most_idle_s and not wait.patience_s]
         stopped = [rank for rank, num in self._stopped.items() if num * TICK_S > most_idle_s]
+        known = states.values()
+        are_waiting = [state.doing == "barrier" or state.waited_s > self._limits.hang_s for state in known]
+        all_wait = len(known) == self.num_ranks and all(are_waiting)
         cause = ""
         if gone:
             cause = f"{'; '.join(gone.values())}, and the others wait"
@@ -324,7 +329,8 @@ class Watch:
             difference := difference_from(wait.announced, passed, states, waited_s > self._limits.hang_s)
         ):
             cause = f"the ranks do not do the same: rank {self.rank} wants to continue with {wait.what}, {difference}"
-        elif len(states) == self.num_ranks and _is_deadlock(states, self._limits.hang_s):
+        elif all_wait and len({(s.doing, "" if s.doing == "collective" else s.what, s.announced) for s in known}) > 1:
+            # Not only in collectives: the first of those would still make progress.
             cause = "no rank can continue"
         elif idle:
             cause = f"rank {idle[0]} does nothing, and rank {self.rank} waits for it"
@@ -383,29 +389,6 @@ def difference_from(announced: int, passed: int, states: dict[int, State], is_ov
         if differs:
             return f"where rank {rank} {what}"
     return ""
-
-
-def _is_deadlock(states: dict[int, State], hang_s: float) -> bool:
-    """True if all ranks wait, and not only in collectives: the first of those would still make progress."""
-    doing = {(s.doing, "" if s.doing == "collective" else s.what, s.announced) for s in states.values()}
-    return all(state.doing == "barrier" or state.waited_s > hang_s for state in states.values()) and len(doing) > 1
-
-
-def _is_alive(pid: int) -> bool:
-    """True if a process runs; False also for one that has ended and was not waited for."""
-    try:
-        os.kill(pid, 0)
-        return state_of(pid) not in ("Z", "X")
-    except PermissionError:
-        return True
-    except OSError:
-        return False
-
-
-def _frames_of_main() -> traceback.StackSummary:
-    """The calls of the main thread, the innermost first."""
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    return traceback.StackSummary.extract([] if frame is None else traceback.walk_stack(frame), lookup_lines=False)
 
 
 def _line(frame: traceback.FrameSummary) -> str:

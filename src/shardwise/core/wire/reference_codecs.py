@@ -53,10 +53,8 @@ def encode(codec: Codec, values: Tensor, rows: Tensor, seed: int = 0) -> None:
         rows.view(_plain_dtype(codec, values)).copy_(values.view(len(rows), num_elems))
     elif values.is_cuda and num_elems:
         _kernels().encode(codec, values, rows, seed)
-    elif num_elems and is_compiled(codec):
-        _compiled_encode(codec, values, rows)
     elif num_elems:
-        reference_encode(codec, values, rows, seed)
+        (_compiled_encode if is_compiled(codec) else reference_encode)(codec, values, rows, seed)
 
 
 @torch.no_grad()
@@ -68,9 +66,8 @@ def decode(codec: Codec, rows: Tensor, out: Tensor) -> None:
     elif out.is_cuda and num_elems:
         _kernels().decode(codec, rows, out, is_sum=False)
     elif num_elems:
-        decoder = _compiled_decode_sum if is_compiled(codec) else reference_decode_sum
         for row, part in zip(rows, out.view(len(rows), num_elems), strict=True):
-            decoder(codec, row[None], part)
+            _decode_sum(codec, row[None], part)
 
 
 @torch.no_grad()
@@ -80,10 +77,12 @@ def decode_sum(codec: Codec, rows: Tensor, out: Tensor) -> None:
     num_elems = _part_elems(codec, rows, out, "out", is_sum=True)
     if out.is_cuda and num_elems:
         _kernels().decode(codec, rows, out, is_sum=True)
-    elif num_elems and is_compiled(codec):
-        _compiled_decode_sum(codec, rows, out)
     elif num_elems:
-        reference_decode_sum(codec, rows, out)
+        _decode_sum(codec, rows, out)
+
+
+def _decode_sum(codec: Codec, rows: Tensor, out: Tensor) -> None:
+    (_compiled_decode_sum if is_compiled(codec) else reference_decode_sum)(codec, rows, out)
 
 
 def reference_encode(codec: Codec, values: Tensor, rows: Tensor, seed: int) -> None:
@@ -114,9 +113,10 @@ def reference_encode(codec: Codec, values: Tensor, rows: Tensor, seed: int) -> N
             in_blocks.sub_(minimum[:, None])
         else:
             spread = torch.abs(in_blocks, out=spare.view(-1, codec.block)).amax(1)
-        scale, inverse = _scale(codec, spread)
-        scales[index, blocks] = scale
-        in_blocks.mul_(inverse[:, None])
+        scale, is_finite = spread * (1.0 / codec.largest), spread < torch.inf
+        is_usable = is_finite & (scale >= SMALLEST_SCALE)
+        scales[index, blocks] = torch.where(is_usable, scale, torch.where(is_finite, 0.0, torch.nan))
+        in_blocks.mul_(torch.where(is_usable, scale.reciprocal(), 0.0)[:, None])
         if codec.is_integer:
             if codec.is_stochastic:
                 _round_at_random(wide, spare, counts, index * num_pairs + begin // 2, seed)
@@ -147,15 +147,6 @@ def reference_decode_sum(codec: Codec, rows: Tensor, out: Tensor) -> None:
             if index:
                 total.add_(wide)
         out[begin : begin + num].copy_(total[:num])
-
-
-def _scale(codec: Codec, spread: Tensor) -> tuple[Tensor, Tensor]:
-    """The scale of each block, and the factor of its values."""
-    scale = spread * (1.0 / codec.largest)
-    is_finite = spread < torch.inf
-    is_usable = is_finite & (scale >= SMALLEST_SCALE)
-    kept = torch.where(is_usable, scale, torch.where(is_finite, 0.0, torch.nan))
-    return kept, torch.where(is_usable, scale.reciprocal(), 0.0)
 
 
 def _round_at_random(wide: Tensor, spare: Tensor, counts: Tensor, first_pair: int, seed: int) -> None:
@@ -236,40 +227,26 @@ def _plain_dtype(codec: Codec, values: Tensor) -> torch.dtype:
 
 def _part_elems(codec: Codec, rows: Tensor, values: Tensor, what: str, is_sum: bool = False) -> int:
     """Elements that one row encodes. Refuses tensors that do not fit together, or that the codec cannot carry."""
-    if values.dtype not in _CARRIED:
-        raise ConfigurationError(
-            f"codec {codec} cannot carry {what} of {values.dtype}; it carries {', '.join(map(str, _CARRIED))}"
-        )
-    num_parts = 1 if is_sum else len(rows) if rows.ndim == 2 else 0
+    num_parts = 1 if is_sum else len(rows)
     num_elems = values.numel() // max(num_parts, 1)
     needed = encoded_bytes(codec, num_elems, values.dtype)
     align = ALIGN_BYTES if codec.has_scales else _plain_dtype(codec, values).itemsize
-    is_right = rows.ndim == 2 and len(rows) and rows.shape[1] == needed and rows.stride(1) == 1
-    problem = ""
-    if values.ndim != 1 or not values.is_contiguous():
-        problem = (
-            f"{what} has shape {tuple(values.shape)} and strides {values.stride()}; it must be flat and contiguous"
+    is_flat = values.ndim == 1 and values.is_contiguous() and num_elems * num_parts == values.numel()
+    is_in_rows = rows.ndim == 2 and len(rows) > 0 and rows.shape[1] == needed and rows.stride(1) == 1
+    is_aligned = rows.storage_offset() % align == 0 and (len(rows) == 1 or rows.stride(0) % align == 0)
+    is_of_dtype = values.dtype in _CARRIED and rows.dtype == torch.uint8 and rows.device == values.device
+    if not (is_flat and is_in_rows and is_of_dtype and (is_aligned or not needed)):
+        raise ConfigurationError(
+            f"codec {codec}: {what} of {_described(values)} do not fit rows of {_described(rows)}, which begin at byte "
+            f"{rows.storage_offset()} of their storage. The values must be flat and contiguous, of a dtype among "
+            f"{', '.join(map(str, _CARRIED))}, in equal parts for the rows; the rows torch.uint8 of shape (num_rows, "
+            f"{needed}) on the same device, each of them contiguous and at a multiple of {align} bytes"
         )
-    elif not num_parts or values.numel() % num_parts:
-        problem = (
-            f"{values.numel()} elements and rows of shape {tuple(rows.shape)}; rows must be (num_rows, bytes), and the "
-            "elements as many equal parts"
-        )
-    elif rows.dtype != torch.uint8 or not is_right:
-        problem = (
-            f"rows are {rows.dtype} of shape {tuple(rows.shape)}; {num_elems} elements of {values.dtype} in each need "
-            f"torch.uint8 of shape (num_rows, {needed}), each row contiguous"
-        )
-    elif rows.device != values.device:
-        problem = f"rows are on {rows.device} and the values on {values.device}; one device must hold both"
-    elif needed and (rows.storage_offset() % align or (len(rows) > 1 and rows.stride(0) % align)):
-        problem = (
-            f"rows begin at byte {rows.storage_offset()} of their storage and are {rows.stride(0)} apart; both must be "
-            f"multiples of {align}"
-        )
-    if problem:
-        raise ConfigurationError(f"codec {codec}: {problem}")
     return num_elems
+
+
+def _described(tensor: Tensor) -> str:
+    return f"{tensor.dtype} on {tensor.device} with shape {tuple(tensor.shape)} and strides {tensor.stride()}"
 
 
 def _kernels() -> ModuleType:
@@ -302,7 +279,7 @@ def is_compiled(codec: Codec) -> bool:
     return codec.is_integer and not codec.is_asymmetric and not codec.is_stochastic and library() is not None
 
 
-def _compiled_encode(codec: Codec, values: Tensor, rows: Tensor) -> None:
+def _compiled_encode(codec: Codec, values: Tensor, rows: Tensor, _: int) -> None:
     num_elems = values.numel() // len(rows)
     where = parts(codec, num_elems)
     rows[:, where.payload_bytes : where.scales_at].zero_()
