@@ -38,7 +38,7 @@ def test_pieces_are_zero_aligned_and_apart() -> None:
 def test_what_does_not_fit_is_named() -> None:
     arena = Arena(2 * ALIGNMENT, pin=False)
     arena.take(1, torch.float32, "gradients of layers.0")
-    with pytest.raises(StoreError, match=r"moments of layers.0 needs 8192 bytes, and 4096 of the arena's 8192"):
+    with pytest.raises(StoreError, match=r"moments of layers.0 needs 8192 bytes, and 4096 of 8192"):
         arena.take(1025, torch.float32, "moments of layers.0")
     arena.take(1024, torch.float32, "moments of layers.1")
 

@@ -33,7 +33,7 @@ from tests.harness import num_open_files
 def test_a_folder_is_never_made(tmp_path: Path) -> None:
     for place in (tmp_path / "no" / "folder", tmp_path / "file"):
         (tmp_path / "file").touch()
-        with pytest.raises(PlaceError, match=f"{place} is not a folder, .* make it, or name one") as caught:
+        with pytest.raises(PlaceError, match=f"{place} is not a folder, .* make it, or name another") as caught:
             Disk(place, 1 << 20)
         assert caught.value.exit_code == 2
     assert not (tmp_path / "no").exists()

@@ -36,16 +36,15 @@ class Arena:
         self.is_pinned = pin and num_bytes > 0 and _pin(self.row)
         if self.is_pinned:
             # At exit the driver unpins it, and may be gone by then.
-            weakref.finalize(self, _unregister, self.row).atexit = False
+            unpin = weakref.finalize(self, lambda row: torch.cuda.cudart().cudaHostUnregister(row.data_ptr()), self.row)
+            unpin.atexit = False
 
     def take(self, num_elems: int, dtype: torch.dtype, what: str) -> Tensor:
         """Return the next piece as a row of this many elements; it begins at a multiple of `ALIGNMENT`."""
         size = num_elems * dtype.itemsize
         if self.taken_bytes + round_up(size, ALIGNMENT) > self.num_bytes:
-            raise StoreError(
-                f"{what} needs {round_up(size, ALIGNMENT)} bytes, and {self.num_bytes - self.taken_bytes} of the "
-                f"arena's {self.num_bytes} are left: size it with padded_bytes over all its pieces"
-            )
+            left, size = self.num_bytes - self.taken_bytes, round_up(size, ALIGNMENT)
+            raise StoreError(f"{what} needs {size} bytes, and {left} of {self.num_bytes} are left: see padded_bytes")
         begin = self.taken_bytes
         self.taken_bytes += round_up(size, ALIGNMENT)
         return self.row[begin : begin + size].view(dtype)
@@ -112,10 +111,6 @@ def _take_last_error() -> None:
     """Clear CUDA's last error, which the next kernel launch would report otherwise."""
     with suppress(RuntimeError):
         torch.ones(1, device="cuda").add_(1)
-
-
-def _unregister(row: Tensor) -> None:
-    torch.cuda.cudart().cudaHostUnregister(row.data_ptr())
 
 
 class HostBuffers:

@@ -152,10 +152,8 @@ class Disk:
         """Reserve the next region; `what` names it in errors."""
         left = self.reserved_bytes - self._taken_bytes
         if num_bytes > left:
-            raise StoreError(
-                f"{what} needs {num_bytes} bytes, and {left} of the {self.reserved_bytes} reserved in {self.folder} "
-                f"are left: size it with padded_bytes over all its regions"
-            )
+            room = f"{left} of the {self.reserved_bytes} reserved in {self.folder} are left"
+            raise StoreError(f"{what} needs {num_bytes} bytes, and {room}: see padded_bytes")
         self._taken_bytes += round_up(num_bytes, ALIGNMENT)
         return Region(what, self._taken_bytes - round_up(num_bytes, ALIGNMENT), num_bytes)
 
@@ -173,15 +171,11 @@ class Disk:
 
     def _start(self, region: Region, tensor: Tensor, at: int, is_put: bool) -> Pending:
         if tensor.device.type != "cpu" or not tensor.is_contiguous():
-            raise StoreError(
-                f"{region.what}: only contiguous tensors on the host go to a disk and come from it, and this one is on "
-                f"{tensor.device} with shape {tuple(tensor.shape)} and strides {tensor.stride()}: copy it first"
-            )
+            strides = f"shape {tuple(tensor.shape)} and strides {tensor.stride()} on {tensor.device}"
+            raise StoreError(f"{region.what}: only contiguous tensors on the host are moved, not one of {strides}")
         stop = at + tensor.nbytes
         if not 0 <= at <= stop <= region.num_bytes:
-            raise StoreError(
-                f"bytes {at} to {stop} are not all in {region.what}, which has {region.num_bytes}: ask for less"
-            )
+            raise StoreError(f"bytes {at} to {stop} are not all in {region.what}, which has {region.num_bytes}")
         cuts = list(region.cuts(at, stop, tensor.data_ptr()))
         pending = Pending(at, stop, is_put, len(cuts))
         memory = memory_of(tensor)
@@ -299,9 +293,7 @@ def _blocks(start: int, memory: memoryview) -> slice:
 def reserve(folder: Path, num_bytes: int) -> int:
     """Create an unnamed file of this size in an existing folder; its descriptor goes around the page cache."""
     if not folder.is_dir():
-        raise PlaceError(
-            f"{folder} is not a folder, and state is to be offloaded there: make it, or name one that is there"
-        )
+        raise PlaceError(f"{folder} is not a folder, and state is to be offloaded there: make it, or name another one")
     status = os.statvfs(folder)
     free = status.f_bavail * status.f_frsize
     try:
@@ -316,8 +308,8 @@ def reserve(folder: Path, num_bytes: int) -> int:
     except OSError as error:
         if error.errno in _FIXES:
             raise NoRoomError(
-                f"{folder}: {num_bytes} bytes are needed for state that is offloaded to disk, and {free} are free there "
-                f"({error.strerror}): make room, name a folder on a larger disk, or offload less to disk"
+                f"{folder}: {num_bytes} bytes are needed for state that is offloaded to disk, and {free} are free there"
+                f" ({error.strerror}): make room, name a folder on a larger disk, or offload less to disk"
             ) from error
         raise PlaceError(
             f"{folder}: no file of {num_bytes} bytes can be made there, and state is to be offloaded there "

@@ -187,7 +187,6 @@ class Rows:
         self._memory = memory
         self.names = tuple(names)
         self.dtype = flat.master.torch
-        self.num_elems = flat.num_master
         self.on_disk = flat.master_on == "disk"
         self.chunks = chunks_of(flat) if self.on_disk else [Interval(0, flat.num_master)]
         self.tensors: dict[str, Tensor] = {}

@@ -102,7 +102,7 @@ class UserState(MutableMapping[Any, Any]):
         return iter([user_of.get(key, key) for key in list(self._optimizer.state)])
 
     def __len__(self) -> int:
-        return sum(1 for _ in self)
+        return len(self._optimizer.state)
 
     def __getitem__(self, key: Any) -> Any:
         """Return a parameter's state; it is empty if there is none yet, as in torch."""
@@ -128,35 +128,25 @@ class UserState(MutableMapping[Any, Any]):
             if own is not key:
                 self._was_changed(own)
 
-    def clear(self) -> None:
-        for key in list(self):
-            del self[key]
-
 
 def cut_state(optimizer: torch.optim.Optimizer, places: Iterable[tuple[nn.Parameter, Place]]) -> None:
     """Cut state that is there already (made by the constructor, or loaded) like the parameters it belongs to."""
     for original, place in places:
-        state = optimizer.state.pop(original, None)
-        if state is not None and place.resting.requires_grad and place.resting.numel():
-            optimizer.state[place.resting] = {key: _cut(key, value, place) for key, value in state.items()}
-
-
-def _cut(key: str, value: Any, place: Place) -> Any:
-    """Cut state of the parameter's shape like the parameter; every rank keeps counters and the like."""
-    if not isinstance(value, Tensor) or value.shape != place.shape or key == "step":
-        return value
-    part = place.state.part_of(place.index, value).view(place.resting.shape)
-    dtype = place.resting.dtype if value.is_floating_point() else value.dtype
-    return part.to(place.resting.device, dtype, copy=True)
+        state, resting = optimizer.state.pop(original, None), place.resting
+        if state is None or not resting.requires_grad or not resting.numel():
+            continue
+        for key, value in state.items():
+            # Every rank keeps counters and the like.
+            if isinstance(value, Tensor) and value.shape == place.shape and key != "step":
+                part = place.state.part_of(place.index, value).view(resting.shape)
+                dtype = resting.dtype if value.is_floating_point() else value.dtype
+                state[key] = part.to(resting.device, dtype, copy=True)
+        optimizer.state[resting] = state
 
 
 def has_hooks(optimizer: torch.optim.Optimizer) -> bool:
-    return bool(
-        optimizer._optimizer_step_pre_hooks
-        or optimizer._optimizer_step_post_hooks
-        or _global_optimizer_pre_hooks
-        or _global_optimizer_post_hooks
-    )
+    own = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
+    return any((*own, _global_optimizer_pre_hooks, _global_optimizer_post_hooks))
 
 
 def plain(group: dict[str, Any]) -> dict[str, Any]:

@@ -46,11 +46,6 @@ def is_eight_bit(optimizer: torch.optim.Optimizer) -> bool:
     return type(optimizer).__module__.startswith(KNOWN_PACKAGES) and type(optimizer).__name__.endswith("8bit")
 
 
-def can_be_cut(optimizer: torch.optim.Optimizer) -> bool:
-    """True if the optimizer keeps only the state of each parameter, so that it can update them part by part."""
-    return type(optimizer).__module__.startswith(("torch.optim.", *KNOWN_PACKAGES))
-
-
 class HostUpdates:
     """Updates of one optimizer on the host, and its state there and on disk."""
 
@@ -76,13 +71,11 @@ class HostUpdates:
                 kept = self._optimizer.state.get(state.resting_params[index], {})
                 for key in self._row_names:
                     value = kept.get(key)
-                    if isinstance(value, OnDisk) or _is_part_of(value, rows, key):
-                        continue
                     if value is None:
-                        value = torch.zeros(held.stop - held.start)
-                    else:
+                        rows.set_part(key, held, torch.zeros(held.stop - held.start))
+                    elif not isinstance(value, OnDisk) and (rows.on_disk or not _share(value, rows.tensors[key])):
                         kept[key] = _shown(state, index, key)
-                    rows.set_part(key, held, value.reshape(-1))
+                        rows.set_part(key, held, value.reshape(-1))
 
     def prepare(self, state: FlatState, groups: dict[Tensor, dict[str, Any]]) -> "FlatUpdate":
         """Make the update of a flat with its current gradients and settings."""
@@ -113,14 +106,18 @@ class HostUpdates:
                 else:
                     kept |= {key: optimizer._new_buffer(each.resting, key == "exp_avg") for key in MOMENTS}
             kept["step"] += 1
-            todo.append((each, _adam_settings(each.group, int(kept["step"]), decoupled), kept))
+            group = each.group
+            numbers = (group["lr"], *group["betas"], group["eps"], group["weight_decay"])
+            lr, beta1, beta2, eps, decay = (float(number) for number in numbers)
+            flags = (decoupled, bool(group.get("maximize")), bool(group.get("fused")))
+            todo.append((each, AdamSettings(lr, beta1, beta2, eps, decay, *flags, int(kept["step"])), kept))
         runs = _joined(todo) if in_rows else [(each.where, settings, kept) for each, settings, kept in todo]
 
         def update(start: int, rows: dict[str, Tensor], grad: Tensor, out: Tensor | None, factor: float) -> None:
             for where, settings, kept in runs:
                 cut = _inside(where, start, grad.numel())
                 if cut is not None:
-                    mean, square = (rows[key][cut] if in_rows else _moment(kept[key]) for key in MOMENTS)
+                    mean, square = (rows[key][cut] if in_rows else _small_moment(kept[key]) for key in MOMENTS)
                     part = None if out is None else out[cut]
                     adamw(AdamUpdate(rows[MASTER][cut], mean, square, grad[cut], part, settings, factor), self._cores)
 
@@ -151,21 +148,15 @@ class HostUpdates:
                 each_of[param] = (each, cut)
             type(self._optimizer).step(shadow)
             for param, (each, cut) in each_of.items():
-                self._keep(state, each, rows, cut, shadow.state.get(param, {}))
+                for key, value in shadow.state.get(param, {}).items():
+                    is_row = key in self._row_names and isinstance(value, Tensor)
+                    if is_row and value.data_ptr() != rows[key][cut].data_ptr():
+                        rows[key][cut].copy_(value.reshape(-1))
+                    self._optimizer.state[each.resting][key] = _shown(state, each.index, key) if is_row else value
                 if out is not None:
                     out[cut].copy_(param.detach().reshape(-1))
 
         return update
-
-    def _keep(self, state: FlatState, held: UpdatedPart, rows: dict[str, Tensor], cut: slice, found: Kept) -> None:
-        """Store the state that an update left, in the rows and in the optimizer's own state."""
-        kept = self._optimizer.state[held.resting] if found else {}
-        for key, value in found.items():
-            kept[key] = value
-            if key in self._row_names and isinstance(value, Tensor):
-                if value.data_ptr() != rows[key][cut].data_ptr():
-                    rows[key][cut].copy_(value.reshape(-1))
-                kept[key] = _shown(state, held.index, key)
 
 
 @dataclass(slots=True)
@@ -229,23 +220,13 @@ def _shown(state: FlatState, index: int, key: str) -> Tensor:
     return rows.tensors[key][state.held[index]].view(resting.shape)
 
 
-def _is_part_of(value: Tensor | None, rows: Rows, key: str) -> bool:
-    """True if it is a view of the row already."""
-    if value is None or rows.on_disk:
-        return False
-    return value.untyped_storage().data_ptr() == rows.tensors[key].untyped_storage().data_ptr()
+def _share(one: Tensor, other: Tensor) -> bool:
+    return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
 
 
-def _moment(kept: Any) -> Tensor | Moment8:
+def _small_moment(kept: Any) -> Tensor | Moment8:
     """A moment of a torchao optimizer: a plain tensor where the parameter is small, else 8-bit codes."""
     return kept.view(-1) if type(kept) is Tensor else Moment8(kept.codes.view(-1), kept.scale, kept.qmap)
-
-
-def _adam_settings(group: dict[str, Any], step: int, decoupled: bool) -> AdamSettings:
-    values = (group["lr"], *group["betas"], group["eps"], group["weight_decay"])
-    lr, beta1, beta2, eps, decay = (float(value) for value in values)
-    maximize, fused = bool(group.get("maximize")), bool(group.get("fused"))
-    return AdamSettings(lr, beta1, beta2, eps, decay, decoupled, maximize, fused, step)
 
 
 def _joined(

@@ -31,7 +31,12 @@ _SMALL_MOMENTS = {"8bit": 1 + 4 / 256, "Fp8": 1 + 4 / 256, "4bit": 0.5 + 4 / 128
 def refuse_unless_elementwise(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
     if type(optimizer).__module__.startswith(KNOWN_PACKAGES):
         return
-    name, groups = type(optimizer).__name__, _different_groups(optimizer)
+    # Groups that differ in more than their parameters and their learning rate, which the trial sets.
+    different: dict[str, dict[str, Any]] = {}
+    for group in optimizer.param_groups:
+        same = {key: value for key, value in group.items() if key not in ("params", "param_names", "lr", "initial_lr")}
+        different.setdefault(repr(sorted(same.items())), group)
+    name, groups = type(optimizer).__name__, list(different.values())
     generator = torch.Generator().manual_seed(0)
 
     def matrices(scale: float = 1.0) -> list[list[Tensor]]:
@@ -52,15 +57,6 @@ def refuse_unless_elementwise(optimizer: torch.optim.Optimizer, device: torch.de
                 raise _refusal(
                     name, f"it learns {key} from all gradients: {number:g} from two matrices, {other:g} from halves"
                 )
-
-
-def _different_groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """Groups that differ in more than their parameters and their learning rate, which the trial sets."""
-    found: dict[str, dict[str, Any]] = {}
-    for group in optimizer.param_groups:
-        same = {key: value for key, value in group.items() if key not in ("params", "param_names", "lr", "initial_lr")}
-        found.setdefault(repr(sorted(same.items())), group)
-    return list(found.values())
 
 
 def _params(optimizer: Any) -> list[Tensor]:
@@ -91,8 +87,7 @@ def state_tensor_names(optimizer: torch.optim.Optimizer) -> tuple[str, ...]:
                 f"({error}): leave the optimizer on the device, or use an elementwise one such as AdamW"
             ) from error
         for state in trial.state.values():
-            tensors = {key: value for key, value in state.items() if isinstance(value, Tensor)}
-            names |= {key: None for key, value in tensors.items() if value.shape == ones.shape}
+            names |= {key: None for key, value in state.items() if getattr(value, "shape", None) == ones.shape}
     return tuple(names)
 
 
@@ -149,10 +144,13 @@ def _train(
             # A warm-up may have set it to zero, and then every optimizer looks elementwise.
             made["lr"] = 0.01
         trial.param_groups.append({**made, "params": row})
-        first = next(iter(group["params"]), None)
-        if first is not None and first in optimizer.state:
+        first: Any = next(iter(group["params"]), None)
+        # State that the constructor made.
+        for key, value in optimizer.state.get(first, {}).items():
+            is_shaped = isinstance(value, Tensor) and value.shape == first.shape and value.ndim and value.numel()
             for param in row:
-                trial.state[param] = {key: _like(value, first, param) for key, value in optimizer.state[first].items()}
+                like = torch.full_like(param, float(value.reshape(-1)[0])) if is_shaped else deepcopy(value)
+                trial.state[param][key] = like
     known = {param for group in optimizer.param_groups for param in group["params"]}
     for key, value in list(vars(trial).items()):
         if key not in ("param_groups", "state", "defaults"):
@@ -190,10 +188,3 @@ def shadow_of(optimizer: torch.optim.Optimizer) -> Any:
     shadow.__dict__.pop("step", None)
     shadow.state = defaultdict(dict)
     return shadow
-
-
-def _like(value: Any, original: Tensor, param: Tensor) -> Any:
-    """State for `param` like that which the constructor made for `original`."""
-    if isinstance(value, Tensor) and value.shape == original.shape and value.ndim and value.numel():
-        return torch.full_like(param, float(value.reshape(-1)[0]))
-    return deepcopy(value)

@@ -17,8 +17,8 @@ from ..unit.state import FlatState, OnDisk
 from ..wire.collectives import exchange
 from .clip import LossScaler, global_norm, require_limit, require_norm_type
 from .groups import Part, UserState, cut_into_parts, has_hooks, names_of_joining, plain, plain_settings, shard_groups
-from .host_updates import FlatUpdate, HostUpdates, can_be_cut, rows_of
-from .probe import refuse_unless_elementwise
+from .host_updates import FlatUpdate, HostUpdates, rows_of
+from .probe import KNOWN_PACKAGES, refuse_unless_elementwise
 
 
 class Stepper(Protocol):
@@ -48,6 +48,10 @@ def _refusing(message: str) -> Callable[..., NoReturn]:
         raise StateError(message)
 
     return refuse
+
+
+def _early_error(what: str, fix: str) -> StateError:
+    return StateError(f"{what} with early_update=True, which updates weights during the backward: {fix}")
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
@@ -181,10 +185,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _final_gradients(self, verb: str) -> list[FlatState]:
         """Flats that have a gradient, complete and as it was clipped so far."""
         if self._is_early:
-            raise StateError(
-                f"optimizer.{verb} with early_update=True: weights are updated before all gradients are known; leave "
-                "early_update"
-            )
+            raise _early_error(f"optimizer.{verb}", "it needs all gradients first; leave out early_update")
         self._stepper.finish_gradients(self._own)
         final = [state for state in self._states if state.gradient.stage == "final"]
         self._apply_clips(final)
@@ -236,10 +237,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _update(self) -> None:
         """Update parts in the order in which their gradients arrive, then start the updates on the host."""
         if self._updated and self._settings_when_early != plain_settings(self.inner):
-            raise StateError(
-                "the optimizer's settings (a learning rate?) were changed between backward() and step(), and with "
-                "early_update=True weights were updated before: change them after step()"
-            )
+            what = "the optimizer's settings (a learning rate?) were changed between backward() and step()"
+            raise _early_error(what, "change them after step()")
         for part in self._current_parts():
             if not self._updated.issuperset(part.states):
                 self._update_part(part, early=False)
@@ -268,16 +267,15 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     @property
     def _is_at_once(self) -> bool:
-        """True if the optimizer must see all parameters at once, also those on the host."""
-        return not can_be_cut(self.inner) or has_hooks(self.inner)
+        """True if the optimizer must see all parameters at once, also those on the host: it has hooks, or may keep more
+        than the state of each parameter."""
+        return not type(self.inner).__module__.startswith(("torch.optim.", *KNOWN_PACKAGES)) or has_hooks(self.inner)
 
     def update_early(self, states: list[FlatState]) -> None:
         """Called during the backward when the gradients of `states` are final; updates every part that is complete."""
         if not self._arrived.isdisjoint(states):
-            raise StateError(
-                "a second backward before optimizer.step() with early_update=True, after weights were updated: run the "
-                "backwards before the last one inside `with sw.accumulate(model):`"
-            )
+            fix = "run the backwards before the last one inside `with sw.accumulate(model):`"
+            raise _early_error("a second backward before optimizer.step()", fix)
         if not self._updated:
             self._settings_when_early = plain_settings(self.inner)
         self._arrived.update(states)
@@ -306,8 +304,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 with self._holding(part.groups):
                     self.inner.step()
             finally:
-                for state in part.states:
-                    state.hide_gradients()
+                self._take_back_gradients(part.states)
         self._publish(part.states)
 
     @contextmanager
@@ -334,8 +331,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if on_disk:
             raise StateError(
                 f"unit {on_disk[0].unit_name!r} is offloaded to disk, and {type(self.inner).__name__} must see all "
-                "parameters at once (it is not one of torch's, has step hooks, or was given a closure): put its state "
-                "on the host"
+                "parameters at once (it is not torch's, has step hooks, or got a closure): put its state on the host"
             )
         self._await_host(states)
 
@@ -349,14 +345,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _step_with(self, closure: Callable[[], float]) -> float:
         """Let the inner optimizer evaluate the loss itself, perhaps several times with weights changed in between."""
         if self.scaler is not None:
-            raise StateError(
-                "optimizer.step(closure) cannot skip a step that overflowed: with fp16, step without a closure"
-            )
+            raise StateError("optimizer.step(closure) cannot skip steps that overflow: leave out the closure, or fp16")
         if self._is_early:
-            raise StateError("optimizer.step(closure) with early_update=True: the closure's backward updates already")
+            raise _early_error("optimizer.step(closure)", "leave out one of them")
 
         def evaluate() -> float:
-            self._take_back_gradients()
+            self._take_back_gradients(self._states)
             self._publish(self._states)
             self._stepper.was_updated(self._units)
             with torch.enable_grad():
@@ -369,19 +363,16 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
         with self._holding(shard_groups(self.inner)):
             loss: float = self.inner.step(evaluate)
-        self._take_back_gradients()
+        self._take_back_gradients(self._states)
         self._publish(self._states)
         self._stepper.close_step(True, self._units)
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         if self._updated:
-            raise StateError(
-                "optimizer.zero_grad() before optimizer.step() with early_update=True: weights were updated already "
-                "during the backward, and cannot go back; call optimizer.step() first"
-            )
+            raise _early_error("optimizer.zero_grad() before optimizer.step()", "call optimizer.step() first")
         self._arrived.clear()
-        self._take_back_gradients()
+        self._take_back_gradients(self._states)
         self._stepper.forget_gradients(self._states, set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -443,6 +434,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
             for index in state.held:
                 state.resting_params[index].grad = grads[index] if grads and gradient.used[index] else None
 
-    def _take_back_gradients(self) -> None:
-        for state in self._states:
-            state.hide_gradients()
+    @staticmethod
+    def _take_back_gradients(states: list[FlatState]) -> None:
+        for state in states:
+            for param in state.resting_params:
+                param.grad = None

@@ -47,32 +47,33 @@ class Carrier:
         self.lost: dict[Hop, Tensor] = {}
 
     def steps(
-        self, buffer: Tensor, depth: int, hops: Sequence[Hop], channels: Channels, rows: Tensor | None = None
+        self,
+        buffer: Tensor,
+        depth: int,
+        hops: Sequence[Hop],
+        channels: Channels,
+        rows: Tensor | None = None,
+        out: Tensor | None = None,
     ) -> list[Step]:
-        """The collectives of `hops` on `buffer`, which holds the span at `depth`, in their order."""
-        spans = self._flat.spans
-        outer = spans[depth]
+        """The collectives of `hops` on `buffer`, which holds the span at `depth`, in their order. With `out`, a single
+        hop scatters all of `buffer` and leaves this rank's part of the sum there."""
+        spans, name = self._flat.spans, self.unit_name
         steps: list[Step] = []
         for hop in hops:
             channel = channels[hop.axis]
             if channel.num_ranks == 1:
                 continue
-            part = buffer if hop.depth == depth else buffer[spans[hop.depth].within(outer)]
-            if rows is None:
-                steps.append(partial(STARTERS[hop.kind], channel, part, self.unit_name))
-                continue
-            own = part.view(channel.num_ranks, -1)[channel.index]
-            steps.append(partial(self._start_encoded, part, hop, channel, rows, own))
-            if hop.kind == "all_reduce":
-                steps.append(partial(self._start_gather_of_sums, part, channel, rows))
+            part = buffer if hop.depth == depth else buffer[spans[hop.depth].within(spans[depth])]
+            if rows is not None:
+                own = part.view(channel.num_ranks, -1)[channel.index] if out is None else out
+                steps.append(partial(self._start_encoded, part, hop, channel, rows, own))
+                if hop.kind == "all_reduce":
+                    steps.append(partial(self._start_gather_of_sums, part, channel, rows))
+            elif out is not None:
+                steps.append(partial(start_reduce_scatter, channel, part, name, out=out))
+            else:
+                steps.append(partial(STARTERS[hop.kind], channel, part, name))
         return steps
-
-    def step_to(self, out: Tensor, buffer: Tensor, hop: Hop, channels: Channels, rows: Tensor | None = None) -> Step:
-        """The collective of one hop that scatters all of `buffer`, and leaves this rank's part of the sum in `out`."""
-        channel = channels[hop.axis]
-        if rows is None:
-            return partial(start_reduce_scatter, channel, buffer, self.unit_name, out=out)
-        return partial(self._start_encoded, buffer, hop, channel, rows, out)
 
     def run(
         self, buffer: Tensor, depth: int, hops: Sequence[Hop], channels: Channels, rows: Tensor | None = None
@@ -122,8 +123,6 @@ class Carrier:
         target.copy_(source, non_blocking=True)
         if self._away is not None:
             memory = self._away.memory
-            is_host = [memory.arena.owns(tensor) for tensor in (target, source)]
-            if is_host == [False, True]:
-                memory.moves.add("to_device", target.numel() * source.element_size())
-            elif is_host == [True, False]:
-                memory.moves.add("to_host", source.nbytes)
+            is_from_host = memory.arena.owns(source)
+            if is_from_host != memory.arena.owns(target):
+                memory.moves.add("to_device" if is_from_host else "to_host", source.nbytes)

@@ -54,12 +54,6 @@ class GradScale:
         if self.loss_scale is not None:
             final.mul_(1.0 / self.loss_scale)
 
-    def undo(self, final: Tensor, num_summed: int) -> None:
-        """Scale back, so that a sync gives `final` again; `num_summed` ranks take part in its hops."""
-        final.mul_(float(num_summed) if self.wire_averages else 1.0 / self.after)
-        if self.loss_scale is not None:
-            final.mul_(self.loss_scale.to(final.device))
-
 
 def sum_of_squares(row: Tensor) -> Tensor:
     """Sum squares in fp64, so that the result does not depend on how gradients are split. The copy in fp64 is made
@@ -226,14 +220,14 @@ class Gradient:
         self._close(taken)
         hops, is_first = flat.reduce_hops, self.stage == "empty"
         self.stage = "local"
-        if is_first and len(hops) == 1 and not flat.grads_on_host and channels[hops[0].axis].num_ranks > 1:
+        if hops:
+            is_single = len(hops) == 1 and channels[hops[0].axis].num_ranks > 1
             # Nothing to add to: the collective writes the sum directly to `grads`.
-            journey.go([carrier.step_to(self.grads, buffer, hops[0], channels, rows)])
+            out = self.grads if is_first and is_single and not flat.grads_on_host else None
+            journey.go(carrier.steps(buffer, 0, hops, channels, rows, out))
             journey.begin()
-        elif hops:
-            journey.go(carrier.steps(buffer, 0, hops, channels, rows))
-            journey.begin()
-            journey.do(partial(self._add_to_rest, buffer[self._in_whole], is_first, scratch))
+            if out is None:
+                journey.do(partial(self._add_to_rest, buffer[self._in_whole], is_first, scratch))
         part = buffer[self._in_whole] if flat.grads_on_host else self.grads
         if is_sync:
             journey.go(carrier.steps(part, flat.depth_of_grads, flat.sync_hops, channels, rows))
@@ -289,13 +283,16 @@ class Gradient:
 
     def _make_local(self) -> None:
         """Turn a final gradient back into a partial sum, so that the next sync returns it plus the new gradients."""
-        flat, grads = self.flat, self.fetch()
+        flat, grads, scale = self.flat, self.fetch(), self.scale
         sizes = dict(zip(flat.layout.chain, flat.axis_sizes, strict=True))
         num_summed = prod(sizes[hop.axis] for hop in flat.sync_hops)
         num_copies = prod(sizes[hop.axis] for hop in flat.sync_hops if hop.kind == "all_reduce")
         final = self.final_at_hand.clone()
         grads.zero_()
-        self.scale.undo(self.final.copy_(final).mul_(1.0 / num_copies), num_summed)
+        self.final.copy_(final).mul_(1.0 / num_copies)
+        self.final.mul_(float(num_summed) if scale.wire_averages else 1.0 / scale.after)
+        if scale.loss_scale is not None:
+            self.final.mul_(scale.loss_scale.to(self.final.device))
         self.stage = "local"
 
     def set_final(self, part: Tensor, used: Sequence[bool]) -> None:

@@ -71,7 +71,14 @@ class FlatState:
         self.away: OffloadedState | None = host.state_of(flat, unit_name)
         self._rows = None if self.away is None else self.away.rows  # of the master on the host or on disk
         self.carrier = Carrier(flat, unit_name, self.away)
-        self.master = self._master_at_rest(device)
+        self.device = device  # of the computation
+        if self._rows is None:
+            self.master = torch.zeros(flat.num_master, dtype=flat.master.torch, device=device)
+        elif self._rows.on_disk:
+            self.master = OnDisk.like((flat.num_master,), flat.master.torch)
+        else:
+            # `.data` has a version counter of its own: updates by the host's thread are no changes from outside.
+            self.master = self._rows.tensors[MASTER].data
         self._draft: Tensor | None = None
         self.rest: Tensor | None = None if self.away is None else self.away.rest
         if flat.copy_is_encoded:
@@ -93,38 +100,19 @@ class FlatState:
         self._rest_in_whole = slice(at_rest.start, at_rest.stop)
         # The parameters that lie in this rank's part of the master, all or partly, and their places in it.
         self.held = {piece.param: piece.in_flat.within(own) for piece in pieces(flat.intervals, own)}
-        self.gradient = Gradient(
-            flat, self.device, self.carrier, self.held, None if self.away is None else self.away.grads
-        )
-        self.resting_params = [
-            self._resting_param(self.held.get(index, slice(0, 0)), param.shape)
-            for index, param in enumerate(flat.params)
-        ]
+        grads_on_host = None if self.away is None else self.away.grads
+        self.gradient = Gradient(flat, device, self.carrier, self.held, grads_on_host)
+        self.resting_params: list[nn.Parameter] = []
+        for index, param in enumerate(flat.params):
+            held = self.held.get(index, slice(0, 0))
+            shape = param.shape if flat.depth_of_master == 0 else (held.stop - held.start,)
+            is_on_disk = isinstance(self.master, OnDisk)
+            part = OnDisk.like(shape, flat.master.torch) if is_on_disk else self.master[held].view(shape)
+            self.resting_params.append(nn.Parameter(part, requires_grad=flat.trainable))
         # The user's own Parameter objects: modules and optimizers have these between steps.
         self.user_params: list[nn.Parameter] = []
         # A single number. They are expanded views of it, and so need no memory.
         self.blank = torch.zeros((), dtype=flat.compute.torch, device=device)
-
-    @property
-    def device(self) -> torch.device:
-        """The device of the computation."""
-        return self.compute_params[0].device
-
-    def _master_at_rest(self, device: torch.device) -> Tensor:
-        if self._rows is None:
-            return torch.zeros(self.flat.num_master, dtype=self.flat.master.torch, device=device)
-        if self._rows.on_disk:
-            return OnDisk.like((self.flat.num_master,), self.flat.master.torch)
-        # `.data` has a version counter of its own: updates by the host's thread are no changes from outside.
-        return self._rows.tensors[MASTER].data
-
-    def _resting_param(self, held: slice, shape: Sequence[int]) -> nn.Parameter:
-        flat = self.flat
-        if isinstance(self.master, OnDisk):
-            own = shape if flat.depth_of_master == 0 else (held.stop - held.start,)
-            return nn.Parameter(OnDisk.like(own, flat.master.torch), requires_grad=flat.trainable)
-        view = self.master[held].view(shape if flat.depth_of_master == 0 else -1)
-        return nn.Parameter(view, requires_grad=flat.trainable)
 
     def read_master(self) -> Tensor:
         """This rank's part of the master; a copy, if it is on disk."""
@@ -143,7 +131,7 @@ class FlatState:
         try:
             yield master
             if self._rows is not None and self._rows.on_disk:
-                self._rows.set_part(MASTER, slice(0, self._rows.num_elems), master)
+                self._rows.set_part(MASTER, slice(0, self.flat.num_master), master)
             self.publish()
         finally:
             self._draft = None
@@ -173,10 +161,6 @@ class FlatState:
         row = torch.empty(held.stop - held.start, dtype=rows.dtype)
         read(row)
         rows.set_part(MASTER, held, row)
-
-    def hide_gradients(self) -> None:
-        for param in self.resting_params:
-            param.grad = None
 
     def take_gradients(self) -> list[Tensor | None]:
         taken = [param.grad for param in self.compute_params]
@@ -224,10 +208,16 @@ class FlatState:
     def _copy_all(self, copies: Sequence[Copy], staged: Tensor | None, at_rest: Tensor) -> None:
         for target, source in copies:
             values = self._buffer(source, staged, at_rest)
-            if target == "disk":
-                self._write_to_disk(values)
-            else:
+            if target != "disk":
                 self.carrier.copy(self._buffer(target, staged, at_rest), values)
+                continue
+            # Only if the optimizer is split further than the parameters.
+            assert self.away is not None
+            assert self.away.region is not None
+            memory, values = self.away.memory, values.cpu()
+            memory.moves.add("to_host", values.nbytes)
+            memory.moves.add("write", values.nbytes)
+            memory.store.put(self.away.region, values).wait()
 
     def _buffer(self, name: Buffer, staged: Tensor | None, at_rest: Tensor) -> Tensor:
         """The tensor for a buffer's name in a route."""
@@ -239,15 +229,6 @@ class FlatState:
         found = {"at_rest": at_rest, "staged": staged, "rest": self.rest, "own_in_rest": self.rest}[name]
         assert found is not None
         return found[self._master_in_rest] if name == "own_in_rest" else found
-
-    def _write_to_disk(self, at_rest: Tensor) -> None:
-        """Write a renewed copy at rest to disk. Only used if the optimizer is split further than the parameters."""
-        assert self.away is not None
-        memory, region, values = self.away.memory, self.away.region, at_rest.cpu()
-        assert region is not None
-        memory.moves.add("to_host", values.nbytes)
-        memory.moves.add("write", values.nbytes)
-        memory.store.put(region, values).wait()
 
 
 class Unit:

@@ -14,12 +14,13 @@ passes `UserParameter.__torch_function__`, which has four answers:
 Compute parameters are plain tensors, so a training step does not go through any of this.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ...base.errors import StateError
 from .state import FlatState, OnDisk, StandIn
@@ -93,7 +94,7 @@ _DESCRIBES = frozenset({
 _VALUES = {getattr(Tensor, name).__get__ for name in ("T", "mT", "H", "mH", "real", "imag")}
 _OWN_TENSORS = {getattr(Tensor, name).__get__ for name in ("grad", "_grad", "_base")}
 _DATA_GET: Any = Tensor.data.__get__  # type: ignore[attr-defined]
-_SHAPE_GETTERS = {Tensor.shape.__get__: lambda shape: shape, Tensor.ndim.__get__: len}  # type: ignore[attr-defined]
+_SHAPE_GETTERS = {Tensor.shape.__get__, Tensor.ndim.__get__}  # type: ignore[attr-defined]
 
 
 def _describes(func: Any) -> bool:
@@ -114,14 +115,12 @@ class ShardTensor(Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        first = next(tensor for tensor in _tensors_in(args, kwargs) if isinstance(tensor, ShardTensor))
+        first = next(tensor for tensor in tree_leaves((args, kwargs)) if isinstance(tensor, ShardTensor))
         place, name = first.place, func.__name__
-        if func in _SHAPE_GETTERS:
-            return _SHAPE_GETTERS[func](place.shape)
         if func == _DATA_GET:
             return first
-        if name in ("size", "numel", "nelement", "dim", "__len__"):
-            return getattr(torch.empty(place.shape, device="meta"), name)(*args[1:], **kwargs)
+        if func in _SHAPE_GETTERS or name in ("size", "numel", "nelement", "dim", "__len__"):
+            return func(torch.empty(place.shape, device="meta"), *args[1:], **kwargs)
         if name == "__repr__":
             return f"this rank's part of {place.name!r}, shaped {tuple(place.shape)}"
         if _describes(func) and name != "__set__" and func not in _OWN_TENSORS:
@@ -149,8 +148,7 @@ def _cut(place: Place) -> tuple[object, ...]:
 
 
 def _run_in_parts(func: Any, args: Any, kwargs: Any, place: Place) -> Any:
-    in_place = _is_in_place(func, kwargs)
-    targets: list[Any] = _targets_of(args, kwargs) if in_place else []
+    targets = _targets_of(func, args, kwargs)
     for target in targets:
         if not isinstance(target, ShardTensor):
             refuse(place.name, f"is split over the ranks, and {func.__name__} writes it to a tensor that is not")
@@ -175,7 +173,7 @@ def _run_in_parts(func: Any, args: Any, kwargs: Any, place: Place) -> Any:
     else:
         places = [place]
         results = func(*[local(value, place) for value in args], **{k: local(v, place) for k, v in kwargs.items()})
-    if in_place:
+    if targets:
         for target in targets:
             if target.is_master and target.place.lender is not None:
                 target.place.state.publish()
@@ -194,28 +192,19 @@ def _each(value: Any, change: Callable[[Any, Place], Any], places: list[Place]) 
     return [change(item, place) for item, place in zip(value, places, strict=True)]
 
 
-def _is_in_place(func: Any, kwargs: Any) -> bool:
-    name = func.__name__
-    return (
+def _targets_of(func: Any, args: Any, kwargs: Any) -> list[Any]:
+    """The tensors that an in-place operation changes; none for other operations."""
+    name, out = func.__name__, kwargs.get("out")
+    is_in_place = (
         (name.endswith("_") and not name.startswith("__"))
         or (name.startswith("__i") and name not in ("__index__", "__int__", "__invert__", "__iter__"))
         or name in ("__setitem__", "__delitem__")
-        or kwargs.get("out") is not None
+        or out is not None
     )
-
-
-def _targets_of(args: Any, kwargs: Any) -> list[Tensor]:
-    """The tensors that an in-place operation changes."""
-    target = kwargs.get("out", args[0] if args else kwargs.get("tensor", kwargs.get("input")))
+    if not is_in_place:
+        return []
+    target = out if out is not None else args[0] if args else kwargs.get("tensor", kwargs.get("input"))
     return list(target) if isinstance(target, (list, tuple)) else [target]
-
-
-def _tensors_in(args: Any, kwargs: Any) -> Iterator[Any]:
-    for value in (*args, *kwargs.values()):
-        if isinstance(value, (list, tuple)):
-            yield from value
-        else:
-            yield value
 
 
 def place_of(param: Tensor) -> Place | None:
@@ -234,11 +223,11 @@ class UserParameter(nn.Parameter):
     def __deepcopy__(self, memo: Any) -> NoReturn:
         refuse(self.place.name, "belongs to a sharded model, and cannot be copied alone")
 
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        refuse(self.place.name, "belongs to a sharded model, and cannot be pickled alone")
-
     def set_(self, *_: Any, **__: Any) -> NoReturn:
         refuse(self.place.name, "belongs to a sharded model, and cannot be given other memory")
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        refuse(self.place.name, "belongs to a sharded model, and cannot be pickled alone")
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -279,20 +268,12 @@ _SHAPED_LIKE = frozenset({"view_as", "expand_as", "reshape_as"})
 _NEVER = frozenset({"resize_", "resize_as_", "share_memory_", "apply_", "map_", "__setstate__"})
 
 
-def _replace(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    if isinstance(value, UserParameter):
-        return change(value)
-    if isinstance(value, (list, tuple)):
-        return type(value)(_replace(item, change) for item in value)
-    return value
-
-
 def _serve(func: Any, args: Any, kwargs: Any) -> Any:
     """Run an operation with other tensors in the place of the user's parameters."""
-    in_place = _is_in_place(func, kwargs)
-    targets = [t for t in _targets_of(args, kwargs) if isinstance(t, UserParameter)] if in_place else []
+    changed = _targets_of(func, args, kwargs)
+    targets = [tensor for tensor in changed if isinstance(tensor, UserParameter)]
     if func.__name__ in _NEVER:
-        user = next(tensor for tensor in _tensors_in(args, kwargs) if isinstance(tensor, UserParameter))
+        user = next(tensor for tensor in tree_leaves((args, kwargs)) if isinstance(tensor, UserParameter))
         refuse(user.place.name, f"belongs to a sharded model, which {func.__name__} would break")
     is_initialising = getattr(func, "__module__", "") == nn.init.__name__  # without gradients, whoever calls it
     if torch.is_grad_enabled() and not is_initialising and any(target.requires_grad for target in targets):
@@ -300,11 +281,10 @@ def _serve(func: Any, args: Any, kwargs: Any) -> Any:
     for target in targets:
         if target.place.shown is None and target.place.lender is not None and target.place.lender.is_computing:
             refuse(target.place.name, f"was changed by {func.__name__} while the model computes with it")
-    wants_grad = torch.is_grad_enabled() and not in_place
-
-    stand_in = partial(_stand_in, wants_grad=wants_grad, what=func.__name__)
-    result = func(*_replace(list(args), stand_in), **{key: _replace(v, stand_in) for key, v in kwargs.items()})
-    if not in_place:
+    stand_in = partial(_stand_in, wants_grad=torch.is_grad_enabled() and not changed, what=func.__name__)
+    args, kwargs = tree_map_only(UserParameter, stand_in, (args, kwargs))
+    result = func(*args, **kwargs)
+    if not changed:
         return result
     for target in targets:
         if target.place.shown is None and target.place.is_whole and target.place.lender is not None:
@@ -360,10 +340,8 @@ def _data(param: Any) -> Tensor:
 def _set_data(param: Any, value: Tensor) -> None:
     place: Place = param.place
     if value.shape != place.shape:
-        raise StateError(
-            f"the data of parameter {place.name!r} is {tuple(place.shape)} and was set to a {tuple(value.shape)}: a "
-            "sharded parameter keeps its shape"
-        )
+        shapes = f"{tuple(place.shape)} and was set to a {tuple(value.shape)}"
+        raise StateError(f"the data of parameter {place.name!r} is {shapes}: a sharded parameter keeps its shape")
     with torch.no_grad():
         param.copy_(value)
 
@@ -394,8 +372,8 @@ def _autograd_grad(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
             refuse(place.name, "is split over the ranks, so torch.autograd.grad has no tensor for its gradient")
         return place.compute
 
-    inputs = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
-    return torch.autograd.grad(outputs, [_replace(value, of_graph) for value in inputs], *args, **kwargs)
+    inputs = [inputs] if isinstance(inputs, Tensor) else list(inputs)
+    return torch.autograd.grad(outputs, tree_map_only(UserParameter, of_graph, inputs), *args, **kwargs)
 
 
 _GRAD: Any = Tensor.grad
