@@ -126,11 +126,7 @@ class HostBuffers:
         self._free: list[Arena] = []  # by size
         # The garbage collector may return one at any moment; `lend` sorts them in.
         self._returned: deque[Arena] = deque()
-        self.held_bytes = self.peak_bytes = 0
-
-    @property
-    def lent_bytes(self) -> int:
-        return self.held_bytes - sum(buffer.num_bytes for buffer in (*self._free, *self._returned))
+        self.held_bytes = 0
 
     def lend(self, num_bytes: int) -> Arena:
         """Return a buffer of at least this many bytes."""
@@ -145,7 +141,6 @@ class HostBuffers:
             self.held_bytes -= self._free.pop().num_bytes
         buffer = Arena(round_up(num_bytes, ALIGNMENT), self._pin)
         self.held_bytes += buffer.num_bytes
-        self.peak_bytes = max(self.peak_bytes, self.held_bytes)
         return buffer
 
     def take_back(self, buffer: Arena) -> None:

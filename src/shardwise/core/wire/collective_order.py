@@ -46,9 +46,10 @@ class Order:
         self.recent: deque[tuple[int, Event]] = deque(maxlen=NUM_RECENT)
 
     @property
-    def phase(self) -> str:
+    def in_phase(self) -> str:
+        """The current phase in brackets, for messages; empty before the first one."""
         phase = self._begun or (self._phases[-1] if self._phases else None)
-        return "" if phase is None else str(phase[0])
+        return "" if phase is None else f" ({phase[0]})"
 
     def begin(self, phase: str, mesh: int) -> None:
         """Begin a phase. A phase without collectives does not matter to the other ranks."""

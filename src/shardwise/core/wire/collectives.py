@@ -165,7 +165,13 @@ def start_encoded_reduce_scatter(
     sent, received = rows_in_flight(channel, buffer, codec, scratch)
     encode(codec, buffer, sent, seed)
     flight = _flight_of_rows("reduce_scatter", channel, sent, codec, what)
-    flight.then = partial(_sum_rows, channel, codec, received, out)
+
+    def sum_rows() -> None:
+        decode_sum(codec, received, out)
+        if channel.averages:
+            out.mul_(1.0 / channel.num_ranks)
+
+    flight.then = sum_rows
     # Every rank receives its own part of each rank's buffer, in the order of the ranks.
     return _start(flight, _ALL_TO_ALL, received.view(-1), flight.buffer, [], [], _EXCHANGE)
 
@@ -191,12 +197,6 @@ def _flight_of_rows(kind: Kind, channel: Channel, rows: Tensor, codec: Codec, wh
     """A collective of rows, which the ledger counts under the codec's name."""
     call = Call(kind, channel.axis, str(codec), rows.nbytes, channel.num_ranks)
     return InFlight(kind, channel, what, rows.view(-1), call=call)
-
-
-def _sum_rows(channel: Channel, codec: Codec, rows: Tensor, out: Tensor) -> None:
-    decode_sum(codec, rows, out)
-    if channel.averages:
-        out.mul_(1.0 / channel.num_ranks)
 
 
 def finish(flight: InFlight) -> None:

@@ -155,7 +155,7 @@ class Watch:
             work.wait()  # in a background thread
             return
         doing: Doing = "meeting" if is_meeting else "collective"
-        phase = "" if is_meeting else self._in_phase()
+        phase = "" if is_meeting else self.order.in_phase
         self._wait = _Wait(doing, f"{what}{phase}", time.monotonic(), patience_s=patience_s)
         try:
             while not self.verdict:
@@ -170,9 +170,6 @@ class Watch:
         finally:
             self._wait = None
 
-    def _in_phase(self) -> str:
-        return f" ({self.order.phase})" if self.order.phase else ""
-
     def _announce(self, event: Event) -> None:
         """Add the checksum of the event to a sum in the store, and wait until the sum says that all ranks added the
         same. Two keys take turns, because a rank is at most one announcement ahead of another."""
@@ -181,7 +178,7 @@ class Watch:
         turn = self._num_announced % 2
         self._num_announced += 1
         self._totals[turn] += self.num_ranks * checksum
-        what = f"{describe(event)}{self._in_phase() if isinstance(event[0], Call) else ''}"
+        what = f"{describe(event)}{self.order.in_phase if isinstance(event[0], Call) else ''}"
         self._wait = _Wait("announcing", what, time.monotonic(), checksum)
         num_tries = 0
         try:
