@@ -84,7 +84,7 @@ class Region:
         return start, min(start + CHECK_BYTES, self.num_bytes)
 
     def cuts(self, start: int, stop: int, address: int) -> Iterator[tuple[int, int, bool]]:
-        """Cut these bytes, which lie in memory at this address, for threads: begin, end, and `Part.is_whole`."""
+        """Cut these bytes, which lie in memory at this address, for threads: begin, end, and `RegionPart.is_whole`."""
         while start < stop:
             end = start
             if start % CHECK_BYTES == 0 and address % ALIGNMENT == 0:
@@ -99,7 +99,7 @@ class Region:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class RegionPart:
     """Bytes that one thread moves: whole blocks directly from or to the tensor's memory, or at most one block through a
     bounce buffer, where a block is not complete or O_DIRECT cannot use the memory."""
 
@@ -187,11 +187,11 @@ class Disk:
             earlier = region.add(pending)
             jobs = self._to_write if is_put else self._to_read
             for (start, end, is_whole), done in zip(cuts, pending.parts, strict=True):
-                part = Part(region, start, memory[start - at : end - at], is_whole, is_put, tensor)
+                part = RegionPart(region, start, memory[start - at : end - at], is_whole, is_put, tensor)
                 jobs.put(partial(self._run, part, done, earlier))
         return pending
 
-    def _run(self, part: Part, done: Future[None], earlier: list[Pending]) -> None:
+    def _run(self, part: RegionPart, done: Future[None], earlier: list[Pending]) -> None:
         """Move one part, in one of the threads. Any failure is stored for the callers that wait."""
         for each in earlier:
             futures.wait(each.parts)
@@ -205,7 +205,7 @@ class Disk:
         else:
             done.set_result(None)
 
-    def _failure(self, part: Part, error: Exception) -> StoreError:
+    def _failure(self, part: RegionPart, error: Exception) -> StoreError:
         why, fix = repr(error), "report this, it is a bug"
         if isinstance(error, OSError):
             why, fix = error.strerror or str(error), _FIXES.get(error.errno or 0, _FIX)
@@ -219,7 +219,7 @@ class Disk:
         failure.__cause__ = error
         return failure
 
-    def _move(self, part: Part) -> None:
+    def _move(self, part: RegionPart) -> None:
         region, memory, is_put = part.region, part.memory, part.is_put
         if part.is_whole:
             (self._write if is_put else self._read)(region, part.start, memory)
