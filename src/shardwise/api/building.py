@@ -7,9 +7,8 @@ ranks, and no rank ever holds more than its share and one unit.
 """
 
 import hashlib
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -57,7 +56,8 @@ def build_units(
         for site, original in zip(sites, originals, strict=True):
             modules[site.module]._parameters[site.attribute] = original
         built.append((index, found.name, modules[found.path], states))
-    meta.fill_buffers()
+    # Modules that own no parameters may have buffers, such as rotary tables.
+    meta.reset(path for path, module in modules.items() if any(each.is_meta for each in module.buffers(recurse=False)))
     for original, place in places:
         adopt(original, place)
     for module in modules.values():
@@ -92,14 +92,10 @@ class _MetaModel:
                 for site in param.sites:
                     self._modules[site.module]._parameters[site.attribute] = nn.Parameter(filled, value.requires_grad)
                     owners.append(site.module)
-        self._reset(owners)
+        self.reset(owners)
 
-    def fill_buffers(self) -> None:
-        """Fill meta buffers of modules that own no parameters, such as rotary tables."""
-        buffers = [(path, buffer) for path, module in self._modules.items() for buffer in module._buffers.values()]
-        self._reset(path for path, buffer in buffers if buffer is not None and buffer.is_meta)
-
-    def _reset(self, owners: Iterable[str]) -> None:
+    def reset(self, owners: Iterable[str]) -> None:
+        """Allocate the meta buffers of some modules, and initialise these modules."""
         paths = set(owners)
         for path in paths:
             buffers = self._modules[path]._buffers
@@ -111,24 +107,20 @@ class _MetaModel:
         devices = [self._device] if self._device.type == "cuda" else []
         # Children before their parents, as the models themselves do it.
         for path in sorted(paths, key=lambda path: (-path.count(".") - bool(path), path)):
-            reset = self._reset_of(path)
+            module = self._modules[path]
+            resets = [getattr(module, name, None) for name in ("reset_parameters", "_reset_parameters")]
+            if self._init_weights is not None:
+                resets = [partial(self._init_weights, module)]
+            reset = next(filter(callable, resets), None)
+            if reset is None:
+                raise ConfigurationError(
+                    f"module {path!r} ({type(module).__name__}) is on the meta device and has no reset_parameters(): "
+                    "give it one, or build the model on a real device"
+                )
             digest = hashlib.sha256(f"{self._seed}:{path}".encode()).digest()
             with torch.random.fork_rng(devices=devices), torch.no_grad():
                 torch.manual_seed(int.from_bytes(digest[:8], "little", signed=True))
                 reset()
-
-    def _reset_of(self, path: str) -> Callable[[], Any]:
-        module = self._modules[path]
-        if self._init_weights is not None:
-            return partial(self._init_weights, module)
-        for name in ("reset_parameters", "_reset_parameters"):
-            reset = getattr(module, name, None)
-            if callable(reset):
-                return reset
-        raise ConfigurationError(
-            f"module {path!r} ({type(module).__name__}) is on the meta device and has no reset_parameters(): "
-            "give it one, or build the model on a real device"
-        )
 
 
 def _unfilled(tensor: Tensor, device: torch.device) -> Tensor:

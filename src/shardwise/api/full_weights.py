@@ -19,7 +19,6 @@ from ..core.engine.rank_agreement import all_or_none
 from ..core.engine.runtime import Engine, channels_of
 from ..core.mesh import patient_hosts
 from ..core.optim.clip import norms_by_param, require_norm_type
-from ..core.schedule.model import Param
 from ..core.unit.state import FlatState, NotShown
 from ..core.unit.user_parameter import place_of
 from ..core.wire.collectives import broadcast_from_first, exchange
@@ -61,7 +60,14 @@ def whole(module: nn.Module, *, write: bool = False, grads: bool = False) -> Ite
         engine.whole_modules = set()
         _show_to_users(dict.fromkeys(views))
         found = [entry for unit in engine.units for entry in unit.take_back() if entry[0] in places]
-    complaints = [_follow_replacement(places[user], current) for user, current in found]
+    complaints = []
+    for user, current in found:
+        place = places[user]
+        if current is None or current.shape != place.shape:
+            shape = None if current is None else tuple(current.shape)
+            complaints.append(f"a parameter of shape {tuple(place.shape)} became {shape} inside sw.whole(...)")
+        elif current.data_ptr() != place.data_ptr():  # a parameter, or its data, was replaced
+            place.copy_(current.detach())
     complaints.append(gradients.complaint(views, write))
     if not write and not all(_is_same(state, buffer, state.read_master()) for state, buffer in shown):
         complaints.append("parameters were changed inside sw.whole(...), which was for reading: use write=True")
@@ -92,16 +98,6 @@ def _show_to_users(views: Mapping[nn.Parameter, nn.Parameter | None]) -> None:
         place = place_of(user)
         assert place is not None
         place.shown = view
-
-
-def _follow_replacement(place: Tensor, current: nn.Parameter | None) -> str:
-    """Copy the values of a parameter, or data, that replaced the one shown; return a complaint if it does not fit."""
-    if current is None or current.shape != place.shape:
-        shape = None if current is None else tuple(current.shape)
-        return f"a parameter of shape {tuple(place.shape)} became {shape} inside sw.whole(...)"
-    if current.data_ptr() != place.data_ptr():
-        place.copy_(current.detach())
-    return ""
 
 
 def full_state_dict(model: nn.Module, *, rank0_only: bool = False) -> dict[str, Tensor]:
@@ -163,21 +159,34 @@ def load_full_state_dict(model: nn.Module, state_dict: Mapping[str, Tensor] | No
         raise ConfigurationError("sw.load_full_state_dict: rank 0 gave no state dict")
     tensors: Mapping[str, Tensor] = {} if state_dict is None else state_dict
     buffers = {key: value for key, value in entries.items() if isinstance(value, Tensor) and place_of(value) is None}
-    complaint = "" if state_dict is None else _complaint(engine, tensors, buffers, set(entries), strict)
-    if complaint := _first_of_all_ranks(engine, [complaint]):
+    params = [spec for state in engine.all_states for spec in state.flat.params]
+    # A tied parameter may come under any of its names.
+    names = {spec: next((site.name for site in spec.sites if site.name in tensors), spec.name) for spec in params}
+    shapes = {names[spec]: spec.shape for spec in params} | {key: buffer.shape for key, buffer in buffers.items()}
+    missing = [name for name in shapes if name not in tensors]
+    unknown = sorted(set(tensors) - set(entries))
+    complaints = [
+        f"{name!r} is {tuple(tensors[name].shape)} in the state dict, {tuple(shape)} in the model"
+        for name, shape in shapes.items()
+        if name in tensors and tensors[name].shape != shape
+    ]
+    if strict and unknown:
+        complaints.insert(0, f"the state dict has {len(unknown)} tensors the model has not, first {unknown[0]!r}")
+    if strict and missing and state_dict is not None:
+        complaints.insert(0, f"the state dict lacks {len(missing)} of the model's tensors, first {missing[0]!r}")
+    if complaint := _first_of_all_ranks(engine, complaints):
         raise ConfigurationError(f"sw.load_full_state_dict: {complaint}")
     for state in engine.all_states:
-        names = [(index, _given_name(spec, tensors)) for index, spec in enumerate(state.flat.params)]
+        given = [(index, names[spec]) for index, spec in enumerate(state.flat.params) if names[spec] in tensors]
         if all(givers):
             with state.writing():
-                for index, name in names:
-                    if name is not None:
-                        state.write(index, tensors[name])
+                for index, name in given:
+                    state.write(index, tensors[name])
             continue
         buffer = _gather(engine, state, state.read_master(), state.flat.master)
-        for (_, place), (_, name) in zip(_places(state, buffer), names, strict=True):
-            if name is not None:
-                place.copy_(tensors[name])
+        places = [place for _, place in _places(state, buffer)]
+        for index, name in given:
+            places[index].copy_(tensors[name])
         _write_master(engine, state, buffer)
     for key, value in buffers.items():
         if key in tensors:
@@ -185,31 +194,6 @@ def load_full_state_dict(model: nn.Module, state_dict: Mapping[str, Tensor] | No
         if not all(givers):
             broadcast_from_first(engine.mesh.world, value)
     engine.was_rewritten()
-
-
-def _given_name(spec: Param, state_dict: Mapping[str, Tensor]) -> str | None:
-    """The name under which a parameter is given; a tied one may come under any of its names."""
-    return next((site.name for site in spec.sites if site.name in state_dict), None)
-
-
-def _complaint(
-    engine: Engine, state_dict: Mapping[str, Tensor], buffers: dict[str, Tensor], known: set[str], strict: bool
-) -> str:
-    """Say what is wrong with a state dict; empty if it fits."""
-    params = [spec for state in engine.all_states for spec in state.flat.params]
-    missing = [spec.name for spec in params if _given_name(spec, state_dict) is None]
-    missing += [key for key in buffers if key not in state_dict]
-    unknown = sorted(set(state_dict) - known)
-    if strict and missing:
-        return f"the state dict lacks {len(missing)} of the model's tensors, first {missing[0]!r}"
-    if strict and unknown:
-        return f"the state dict has {len(unknown)} tensors the model has not, first {unknown[0]!r}"
-    expected = {name: spec.shape for spec in params if (name := _given_name(spec, state_dict)) is not None}
-    expected |= {key: buffer.shape for key, buffer in buffers.items() if key in state_dict}
-    for name, shape in expected.items():
-        if state_dict[name].shape != shape:
-            return f"{name!r} is {tuple(state_dict[name].shape)} in the state dict, {tuple(shape)} in the model"
-    return ""
 
 
 def _gather(engine: Engine, state: FlatState, part: Tensor, dtype: DType) -> Tensor:
@@ -385,17 +369,8 @@ def _wanted(model: Any) -> Callable[[str], bool]:
     adapters = None if _is_pretrained(model) else getattr(model, "peft_config", None)
     if adapters is None:
         return lambda name: True
-    embeddings = {
-        id(param)
-        for module in (model.get_input_embeddings(), model.get_output_embeddings())
-        if module is not None
-        for param in module.parameters()
-    }
-    left_out = {
-        name
-        for name, param in model.named_parameters(remove_duplicate=False)
-        if not param.requires_grad
-        and id(param) not in embeddings
-        and not any(f".{adapter}." in f"{name}." for adapter in adapters)
-    }
-    return lambda name: name not in left_out
+    tables = [model.get_input_embeddings(), model.get_output_embeddings()]
+    embeddings = {param for table in tables if table is not None for param in table.parameters()}
+    params = model.named_parameters(remove_duplicate=False)
+    left_out = {name for name, param in params if not param.requires_grad and param not in embeddings}
+    return lambda name: name not in left_out or any(f".{adapter}." in f"{name}." for adapter in adapters)

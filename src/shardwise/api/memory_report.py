@@ -7,7 +7,7 @@ CPU's allocator does not report its memory: there only the memory of the whole p
 """
 
 import resource
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from ..core.optim.probe import num_moments
 from ..core.optim.sharded_optimizer import ShardedOptimizer
 from ..core.schedule.state_bytes import StateBytes, state_bytes
 from ..core.schedule.step_schedule import NUM_REDUCTIONS, NUM_ROW_SLOTS
-from ..core.unit.state import FlatState, OnDisk
+from ..core.unit.state import OnDisk
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,33 +86,47 @@ def memory(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> 
 
 
 def _count(engine: Engine, model: nn.Module, optimizer: ShardedOptimizer | None) -> Memory:
-    states, device, host = engine.all_states, engine.mesh.device, engine.host
+    states, device, host, schedule = engine.all_states, engine.mesh.device, engine.host, engine.schedule
+    flats = [state.flat for state in states]
     count = _Counter(device, host.arena.owns)
     on_device = [state.gradient.grads for state in states if not state.flat.grads_on_host]
     gradients = [grads for grads in on_device if grads is not None]
     gathered, reduced = engine.gathers.memory, engine.reductions.memory
     own = list(gathered.own.values())
     slots = [memory for memory in (*reduced.slots, reduced.scratch_memory) if memory is not None]
+    # Lists: updates on the host may add to them meanwhile.
+    inner = None if optimizer is None else optimizer.inner
+    entries = [] if inner is None else [(param, list(state.items())) for param, state in list(inner.state.items())]
+    tensors = [(param, key, value) for param, state in entries for key, value in state if isinstance(value, Tensor)]
+    moments = [value for param, key, value in tensors if value.shape == param.shape and key != "step"]
     # Compute copies that are never dropped. They lie in memory that their units share, and are params; only the gaps
     # between them are buffers.
-    kept = [state.flat for state in states if state.flat.depth_of_params == 0 and not state.flat.master_is_whole]
-    whole = sum(flat.num_elems * flat.compute.itemsize for flat in kept)
-    params = whole + count(_resting_copies(states))
+    undropped = [flat for flat in flats if flat.depth_of_params == 0 and not flat.master_is_whole]
+    whole = sum(flat.num_elems * flat.compute.itemsize for flat in undropped)
+    # Copies between master and whole, and masters that are the parameters themselves.
+    params = whole + count(each.rest for each in states if each.rest is not None and each.flat.rest_on == "device")
+    params += count(each.master for each in states if each.flat.master == each.flat.compute or not each.flat.trainable)
     grads = count(gradients) + count(lost for state in states for lost in state.carrier.lost.values())
-    masters_and_moments = count(state.master for state in states) + count(_moments(optimizer))
+    masters_and_moments = count(state.master for state in states) + count(moments)
     registered = count(model.buffers())
     buffers = registered + count([*gathered.slots, *gathered.row_slots, *own, *slots]) - whole
-    buffers += count(_small(engine, optimizer))
-    peak_grads, peak_buffers = grads + _given_back(gradients), buffers + _given_back([*own, *slots])
+    # Counters, flags, and the single numbers that the user's parameters are views of.
+    numbers = [value for value in (engine.reductions.all_used, engine.scale.loss_scale) if value is not None]
+    buffers += count([*(value for _, _, value in tensors), *(state.blank for state in states), *numbers])
+    peak_grads, peak_buffers = grads + _released(gradients), buffers + _released([*own, *slots])
+    # Memory of units' own counts while all of it is there, the scratch in runs with several micro-batches.
+    planned_buffers = registered - whole + sum(schedule.slot_bytes) + NUM_ROW_SLOTS * schedule.row_slot_bytes
+    planned_buffers += sum(status.plan.gathered_bytes for status in engine.statuses if status.slot is None)
+    planned_buffers += NUM_REDUCTIONS * schedule.reduction_slot_bytes
+    planned_buffers += 0 if reduced.scratch_memory is None else schedule.scratch_bytes
     now, peak, reserved = _in_use(device)
     held = params + masters_and_moments
-    inner = None if optimizer is None else optimizer.inner
     outside_arena = 0
     if inner is not None and not host.row_names:
         # Moments that an optimizer of another package keeps for masters on the host.
         offloaded = {param for state in states if state.flat.host_updates for param in state.resting_params}
-        moments = (value for param in offloaded for value in inner.state.get(param, {}).values())
-        outside_arena = _Counter(torch.device("cpu"), host.arena.owns)(moments)
+        on_host = (value for param in offloaded for value in inner.state.get(param, {}).values())
+        outside_arena = _Counter(torch.device("cpu"), host.arena.owns)(on_host)
     return Memory(
         params=params,
         grads=grads,
@@ -125,8 +139,8 @@ def _count(engine: Engine, model: nn.Module, optimizer: ShardedOptimizer | None)
         now=now,
         peak=peak,
         reserved=reserved,
-        planned=state_bytes([state.flat for state in states], num_moments(inner, engine.precision)),
-        planned_buffers=registered + _planned_slots(engine) - whole,
+        planned=state_bytes(flats, num_moments(inner, engine.precision)),
+        planned_buffers=planned_buffers,
         host=host.arena.taken_bytes + outside_arena,
         disk=host.size.disk,
         planned_host=host.size.host,
@@ -158,37 +172,9 @@ class _Counter:
         return num_bytes
 
 
-def _given_back(tensors: list[Tensor]) -> int:
+def _released(tensors: list[Tensor]) -> int:
     """Bytes that tensors with a storage of their own have released."""
     return sum(tensor.nbytes - tensor.untyped_storage().nbytes() for tensor in tensors)
-
-
-def _resting_copies(states: list[FlatState]) -> Iterator[Tensor]:
-    """Copies between master and whole, and masters that are the parameters themselves."""
-    for state in states:
-        if state.rest is not None and state.flat.rest_on == "device":
-            yield state.rest
-        if state.flat.master == state.flat.compute or not state.flat.trainable:
-            yield state.master
-
-
-def _moments(optimizer: ShardedOptimizer | None) -> Iterator[Tensor]:
-    """Tensors of the optimizer's state that are shaped like their parameter."""
-    if optimizer is not None:
-        # Lists: updates on the host may add to them meanwhile.
-        for param, entries in list(optimizer.inner.state.items()):
-            for key, value in list(entries.items()):
-                if isinstance(value, Tensor) and value.shape == param.shape and key != "step":
-                    yield value
-
-
-def _small(engine: Engine, optimizer: ShardedOptimizer | None) -> Iterator[Tensor]:
-    """Counters, flags, and the single numbers that the user's parameters are views of."""
-    if optimizer is not None:
-        for entries in list(optimizer.inner.state.values()):
-            yield from (value for value in list(entries.values()) if isinstance(value, Tensor))
-    yield from (state.blank for state in engine.all_states)
-    yield from (value for value in (engine.reductions.all_used, engine.scale.loss_scale) if value is not None)
 
 
 def _in_use(device: torch.device) -> tuple[int, int, int | None]:
@@ -204,12 +190,3 @@ def _in_use(device: torch.device) -> tuple[int, int, int | None]:
     found = dict(line.split(":", 1) for line in status.read_text().splitlines())
     now, peak = (int(found[key].split()[0]) * 1024 for key in ("VmRSS", "VmHWM"))
     return now, max(now, peak), None
-
-
-def _planned_slots(engine: Engine) -> int:
-    """Slots, memory of units' own while all of it is there, and the scratch of runs with several micro-batches."""
-    schedule = engine.schedule
-    scratch = schedule.scratch_bytes if engine.reductions.memory.scratch_memory is not None else 0
-    own = (status.plan.gathered_bytes for status in engine.statuses if status.slot is None)
-    rows = NUM_ROW_SLOTS * schedule.row_slot_bytes
-    return sum(schedule.slot_bytes) + rows + sum(own) + NUM_REDUCTIONS * schedule.reduction_slot_bytes + scratch

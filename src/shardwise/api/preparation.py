@@ -127,8 +127,17 @@ def prepare(request: Request) -> Prepared:
             raise ConfigurationError(f"early_update=True with {why}")
     if any(param.is_meta for param in names) and request.seed is None:
         raise ConfigurationError("the model is on the meta device: give sw.shard a seed= to initialise its weights")
-    facts = [*_facts_about_settings(request), *_facts_about_model(model, found, plans)]
-    facts += [fact for each in optimizers for fact in _facts_about_optimizer(each, names)]
+    # From the general to the particular: ranks name the first one in which they differ.
+    facts = [
+        ("shardwise's version", VERSION),
+        ("torch's version", torch.__version__),
+        ("Python's version", platform.python_version()),
+        ("the precision", repr(precision)),
+        ("the ranks per node (node_size)", repr(axes.node_size)),
+        *((key, repr(getattr(request, key))) for key in ("memory_budget", "early_update", "skip_nonfinite", "seed")),
+        *_facts_about_model(model, found, plans),
+        *(fact for each in optimizers for fact in _facts_about_optimizer(each, names)),
+    ]
     facts += [] if optimizers else [("the optimizer", "None")]
     return Prepared(request, found, schedule, chosen, keep_fp32, row_names, unoptimized, facts)
 
@@ -216,18 +225,7 @@ def _check_optimizer(optimizer: torch.optim.Optimizer, own: list[Flat], precisio
     return row_names
 
 
-# Facts that must be the same on every rank, from the general to the particular.
-
-
-def _facts_about_settings(request: Request) -> Facts:
-    return [
-        ("shardwise's version", VERSION),
-        ("torch's version", torch.__version__),
-        ("Python's version", platform.python_version()),
-        ("the precision", repr(request.precision)),
-        ("the ranks per node (node_size)", repr(request.axes.node_size)),
-        *((key, repr(getattr(request, key))) for key in ("memory_budget", "early_update", "skip_nonfinite", "seed")),
-    ]
+# Facts that must be the same on every rank.
 
 
 def _facts_about_model(model: nn.Module, found: list[UnitSpec], plans: list[UnitPlan]) -> Facts:

@@ -105,49 +105,43 @@ def read_rows(path: Path, max_row_bytes: int = MAX_ROW_BYTES) -> Iterator[Docume
 
 
 def from_row(row: Any, where: str) -> Document:
-    problem = _problem(row)
-    if problem:
-        return Document(where, problem=problem)
-    if row.get("messages") is not None:
-        document = Document(where, messages=[dict(message) for message in row["messages"]])
-    elif row.get("prompt") is not None and row.get("completion") is not None:
-        document = Document(where, ((row["prompt"], False), (row["completion"], True)))
-    else:
-        document = Document(where, ((row["text"], True),))
     try:
+        document = Document(where, *_content(row))
         "".join(document.all_texts).encode()
     except UnicodeEncodeError:  # JSON can express it, but no tokenizer accepts it
         return Document(where, problem="half a surrogate pair, which is not a character")
+    except ValueError as error:
+        return Document(where, problem=str(error))
     return document
 
 
-def _problem(row: Any) -> str:
-    """Why a row cannot be used; empty if it can."""
+def _content(row: Any) -> tuple[tuple[tuple[str, bool], ...], Sequence[Mapping[str, Any]]]:
+    """The texts and the messages of a row. ValueError says why it cannot be used."""
     if not isinstance(row, Mapping):
-        return f"a JSON {type(row).__name__}, but a row must be an object"
-    if row.get("messages") is not None:
-        return _problem_of_messages(row["messages"])
-    given = [name for name in ("prompt", "completion", "text") if row.get(name) is not None]
-    for name in given:
-        if not isinstance(row[name], str):
-            return f"{name} is of type {type(row[name]).__name__}, but must be a string"
-    name = "completion" if "prompt" in given and "completion" in given else "text"
-    if name not in given:
+        raise ValueError(f"a JSON {type(row).__name__}, but a row must be an object")
+    messages = row.get("messages")
+    if messages is not None:
+        if not isinstance(messages, list) or not messages:
+            raise ValueError("messages must be a list of at least one message")
+        for number, message in enumerate(messages, 1):
+            parts = [message.get(key) for key in ("role", "content")] if isinstance(message, Mapping) else [None]
+            if not all(isinstance(part, str) for part in parts):
+                raise ValueError(f"message {number} must have a role and a content that are strings")
+        if not any(message["role"] == "assistant" and message["content"].strip() for message in messages):
+            raise ValueError("no message of the assistant, so there is nothing to train on")
+        return (), [dict(message) for message in messages]
+    texts = {name: row[name] for name in ("prompt", "completion", "text") if row.get(name) is not None}
+    for name, text in texts.items():
+        if not isinstance(text, str):
+            raise ValueError(f"{name} is of type {type(text).__name__}, but must be a string")
+    trained = "completion" if "prompt" in texts and "completion" in texts else "text"
+    if trained not in texts:
         keys = ", ".join(map(str, row)) or "none"
-        return f"has the keys {keys}, but needs text, or prompt and completion, or messages"
-    return "" if row[name].strip() else f"{name} is empty"
-
-
-def _problem_of_messages(messages: Any) -> str:
-    if not isinstance(messages, list) or not messages:
-        return "messages must be a list of at least one message"
-    for number, message in enumerate(messages, 1):
-        said = [message.get(key) for key in ("role", "content")] if isinstance(message, Mapping) else [None]
-        if not all(isinstance(text, str) for text in said):
-            return f"message {number} must have a role and a content that are strings"
-    if not any(message["role"] == "assistant" and message["content"].strip() for message in messages):
-        return "no message of the assistant, so there is nothing to train on"
-    return ""
+        raise ValueError(f"has the keys {keys}, but needs text, or prompt and completion, or messages")
+    if not texts[trained].strip():
+        raise ValueError(f"{trained} is empty")
+    prompt = ((texts["prompt"], False),) if trained == "completion" else ()
+    return (*prompt, (texts[trained], True)), ()
 
 
 def load_dataset(name: str, split: str) -> Any:
@@ -157,20 +151,18 @@ def load_dataset(name: str, split: str) -> Any:
     try:
         if (folder / "dataset_dict.json").is_file():
             splits = datasets.load_from_disk(str(folder))
-            if split not in splits:
-                raise ConfigurationError(f"dataset {name}: no split {split!r}; it has {', '.join(splits)}")
-            return splits[split]
-        if (folder / "state.json").is_file():
-            if split != "train":
-                why = f"was saved without splits, so dataset_split {split!r} is not in it: leave it out"
-                raise ConfigurationError(f"dataset {name}: {why}")
-            return datasets.load_from_disk(str(folder))
-        return datasets.load_dataset(str(folder) if folder.is_dir() else name, split=split)
-    except ConfigurationError:
-        raise
+            if split in splits:
+                return splits[split]
+            problem = f"no split {split!r}; it has {', '.join(splits)}"
+        elif (folder / "state.json").is_file():
+            if split == "train":
+                return datasets.load_from_disk(str(folder))
+            problem = f"was saved without splits, so dataset_split {split!r} is not in it: leave it out"
+        else:
+            return datasets.load_dataset(str(folder) if folder.is_dir() else name, split=split)
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
-        reason = str(error).strip().partition("\n")[0]
-        raise ConfigurationError(f"dataset {name}, split {split}: cannot be read: {reason}") from error
+        problem = "cannot be read: " + str(error).strip().partition("\n")[0]
+    raise ConfigurationError(f"dataset {name}, split {split}: {problem}")
 
 
 def read_dataset(dataset: Any, name: str) -> Iterator[Document]:

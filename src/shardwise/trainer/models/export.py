@@ -103,12 +103,11 @@ def _gathered_sources(
         return [held.pop(name)]
 
     sources = []
-    for unit in engine.units:
-        for state in unit.states:
-            for user, spec in zip(state.user_params, state.flat.params, strict=True):
-                if user in names:
-                    name = names.pop(user)[0]
-                    sources.append(Source(name, spec.dtype.torch, tuple(spec.shape), partial(take, name)))
+    for state in engine.all_states:
+        for user, spec in zip(state.user_params, state.flat.params, strict=True):
+            if user in names:
+                name = names.pop(user)[0]
+                sources.append(Source(name, spec.dtype.torch, tuple(spec.shape), partial(take, name)))
     for buffer, (name, *_) in names.items():
         sources.append(Source(name, buffer.dtype, tuple(buffer.shape), partial(take, name)))
     return sources, firsts

@@ -103,7 +103,7 @@ def _facts_of_folder(settings: Settings) -> ModelFacts:
         text = config["text_config"] if isinstance(config.get("text_config"), dict) else config
         max_seq = next((text[key] for key in _LENGTH_KEYS if isinstance(text.get(key), int)), NO_LIMIT)
         vocab = text.get("vocab_size")
-    tokenizer = settings.tokenizer or own_tokenizer(folder, config)
+    tokenizer = settings.tokenizer or tokenizer_in(folder, config)
     if tokenizer is None and has_weights:
         raise ConfigurationError(
             f"model {settings.model!r} has weights but no tokenizer files, so its tokenizer is unknown: "
@@ -135,7 +135,7 @@ def tokenizer_files(folder: Path) -> list[Path]:
     return sorted({path for pattern in _TOKENIZER_FILES for path in folder.glob(pattern)})
 
 
-def own_tokenizer(folder: Path, config: Mapping[str, Any]) -> str | None:
+def tokenizer_in(folder: Path, config: Mapping[str, Any]) -> str | None:
     """The tokenizer in a folder, or the one noted in `config`; None: there is none."""
     return config.get(TOKENIZER_KEY) or (str(folder) if tokenizer_files(folder) else None)
 

@@ -94,8 +94,11 @@ def adapter_form(model: Any, adapters: Sequence[Source]) -> list[Source]:
 
 def merged(model: Any, sources: Iterable[Source]) -> list[Source]:
     """Return the base model's tensors under their original names, with the adapters merged into them."""
+    config = model.peft_config[ADAPTER]
+    unusual = [key for key in ("use_dora", "lora_bias", "modules_to_save") if getattr(config, key, None)]
+    if unusual:
+        raise ConfigurationError(f"adapters with {unusual[0]} cannot be merged here: use peft's merge_and_unload")
     by_name = {source.name: source for source in sources}
-    adapters = _adapters_of(model)
 
     def rows(source: Source, down: str, up: str, scale: float, is_transposed: bool) -> list[Tensor]:
         product = by_name[up].read().float() @ by_name[down].read().float()
@@ -103,35 +106,20 @@ def merged(model: Any, sources: Iterable[Source]) -> list[Source]:
         whole.add_(product.T if is_transposed else product, alpha=scale)
         return [converted(source.name, whole, source.dtype)]
 
-    missing = next((name for name in adapters if name not in by_name), None)
-    if missing is not None:
-        raise ConfigurationError(f"adapters on {missing!r}, which is not among the weights to merge with")
-    base = []
-    for name, source in by_name.items():
-        if not is_adapter(name):
-            own_rows = partial(rows, source, *adapters[name]) if name in adapters else source.rows
-            base.append(replace(source, name=base_name(name), rows=own_rows))
-    return base
-
-
-def _adapters_of(model: Any) -> dict[str, tuple[str, str, float, bool]]:
-    """Map each adapted weight to the names of A and B, the scale, and whether the product B @ A is transposed."""
-    config = model.peft_config[ADAPTER]
-    unusual = [key for key in ("use_dora", "lora_bias", "modules_to_save") if getattr(config, key, None)]
-    if unusual:
-        raise ConfigurationError(f"adapters with {unusual[0]} cannot be merged here: use peft's merge_and_unload")
-    adapters = {}
+    adapted = {}
     for path, layer in model.named_modules():
         scaling = getattr(layer, "scaling", None)
         if not isinstance(scaling, dict) or ADAPTER not in scaling:
             continue
+        name = f"{path}.base_layer.weight"
         if layer.get_base_layer().weight.dim() != 2:
             raise ConfigurationError(f"adapters on {path!r}, which is not a matrix, cannot be merged here")
-        if ADAPTER in layer.lora_embedding_A:
-            names = (f"{path}.lora_embedding_A.{ADAPTER}", f"{path}.lora_embedding_B.{ADAPTER}")
-            is_transposed = True
-        else:
-            names = (f"{path}.lora_A.{ADAPTER}.weight", f"{path}.lora_B.{ADAPTER}.weight")
-            is_transposed = bool(getattr(layer, "fan_in_fan_out", False))
-        adapters[f"{path}.base_layer.weight"] = (*names, float(scaling[ADAPTER]), is_transposed)
-    return adapters
+        if name not in by_name:
+            raise ConfigurationError(f"adapters on {name!r}, which is not among the weights to merge with")
+        is_table = ADAPTER in layer.lora_embedding_A
+        kind, ending = ("lora_embedding_", "") if is_table else ("lora_", ".weight")
+        down, up = (f"{path}.{kind}{letter}.{ADAPTER}{ending}" for letter in "AB")
+        is_transposed = is_table or bool(getattr(layer, "fan_in_fan_out", False))
+        adapted[name] = partial(rows, by_name[name], down, up, float(scaling[ADAPTER]), is_transposed)
+    base = [source for source in by_name.values() if not is_adapter(source.name)]
+    return [replace(each, name=base_name(each.name), rows=adapted.get(each.name, each.rows)) for each in base]

@@ -38,7 +38,7 @@ from ..run_folder import CONFIG, EXPORT
 from ..settings import Settings, settings_from_json
 from .build import Built, build
 from .export import BASE, Content
-from .facts import check, find_model, own_tokenizer
+from .facts import check, find_model, tokenizer_in
 from .llama import llama_name
 from .lora import ADAPTER, is_adapter
 from .weights import COMPUTED, LazyWeights, names_of, stored_tensors
@@ -52,7 +52,6 @@ class Restored:
     model: nn.Module
     tokenizer: Tokenizer
     max_seq: int
-    place: Path  # the export or checkpoint that was loaded
 
 
 def restore(path: Path, strategy: Strategy, tokenizer: str | None = None) -> Restored:
@@ -70,8 +69,8 @@ def restore(path: Path, strategy: Strategy, tokenizer: str | None = None) -> Res
             )
         settings = dataclasses.replace(saved, tokenizer=tokenizer or saved.tokenizer)
     elif (place / ADAPTER_CONFIG).is_file():
-        base, adapters = _adapter_config(place)
-        settings = Settings(model=base, tokenizer=tokenizer or _adapter_tokenizer(place))
+        base, own_tokenizer, adapters = _adapter_config(place)
+        settings = Settings(model=base, tokenizer=tokenizer or own_tokenizer)
     facts = check(settings)
     loaded = tokenizer_for(facts.tokenizer)
     built = build(settings, loaded.vocab_size, device(), adapters, facts)
@@ -87,18 +86,16 @@ def restore(path: Path, strategy: Strategy, tokenizer: str | None = None) -> Res
         built.model.requires_grad_(False)
         shard(built.model, None, strategy, precision=precision, seed=0)
         load_full_state_dict(built.model, weights)
-    return Restored(built.model, loaded, built.facts.max_seq, place)
+    return Restored(built.model, loaded, built.facts.max_seq)
 
 
 def find_restorable(path: Path) -> Path:
     """Return the export or checkpoint to load for `path`, which may be a run folder."""
     if not path.is_dir():
         raise ConfigurationError(f"{path}: there is no such folder")
-    if find(path) is not None or (path / ADAPTER_CONFIG).is_file() or is_model(path):
-        return path
-    export = path / EXPORT
-    if (export / CONFIG).is_file() or (export / ADAPTER_CONFIG).is_file():
-        return export
+    for place in (path, path / EXPORT):
+        if find(place) is not None or (place / ADAPTER_CONFIG).is_file() or is_model(place):
+            return place
     newest = latest(path / CHECKPOINTS)
     if newest is None:
         raise ConfigurationError(
@@ -126,8 +123,8 @@ def settings_of(place: Path, extra: Mapping[str, Any]) -> Settings | None:
         raise ConfigurationError(f"{where} does not hold the settings of a run: {error}") from None
 
 
-def _adapter_config(place: Path, base: str | None = None) -> tuple[str, Any]:
-    """Return the base model of an adapter (`base` if given), and its peft configuration."""
+def _adapter_config(place: Path, base: str | None = None) -> tuple[str, str | None, Any]:
+    """Return the base model of an adapter (`base` if given), its own tokenizer, if any, and its peft configuration."""
     about = read_object(place / ADAPTER_CONFIG)
     if about.get("peft_type") != "LORA":
         raise ConfigurationError(f"{place}: adapters of type {about.get('peft_type')!r}; only LORA can be opened")
@@ -135,12 +132,8 @@ def _adapter_config(place: Path, base: str | None = None) -> tuple[str, Any]:
     base = base or (str(own_base) if own_base.is_dir() else about.get("base_model_name_or_path"))
     if not base:
         raise ConfigurationError(f"{place / ADAPTER_CONFIG} does not name the model that the adapters belong to")
-    return base, import_library("peft", f"{place}, an adapter,").PeftConfig.from_pretrained(str(place))
-
-
-def _adapter_tokenizer(place: Path) -> str | None:
-    """Return the tokenizer that the adapters were trained with, or None if their folder does not name it."""
-    return own_tokenizer(place, read_object(place / NOTE) if (place / NOTE).is_file() else {})
+    tokenizer = tokenizer_in(place, read_object(place / NOTE) if (place / NOTE).is_file() else {})
+    return base, tokenizer, import_library("peft", f"{place}, an adapter,").PeftConfig.from_pretrained(str(place))
 
 
 def _weights_with_adapter(built: Built, place: Path) -> LazyWeights:
@@ -184,8 +177,7 @@ def content_of(path: Path, options: ExportOptions) -> Iterator[Content]:
         if is_adapted:
             if not options.is_merged:
                 raise ConfigurationError(f"{place} is a PEFT adapter already: to write a whole model, add --merge")
-            base, config = _adapter_config(place, options.model)
-            built = _build_from_folder(base, _adapter_tokenizer(place), config)
+            built = _build_from_folder(*_adapter_config(place, options.model))
             sources = _weight_sources(built.model, _weights_with_adapter(built, place), options.dtype)
         elif is_model(place):
             if options.model is not None:
@@ -236,9 +228,9 @@ def _build_from_folder(model: str, tokenizer: str | None = None, adapters: Any =
     folder = find_model(model, with_weights=False)
     folder = folder.parent if folder.is_file() else folder
     is_random = not any(folder.glob("*.safetensors"))
-    tokenizer = tokenizer or own_tokenizer(folder, read_object(folder / CONFIG)) or str(folder)
+    tokenizer = tokenizer or tokenizer_in(folder, read_object(folder / CONFIG)) or str(folder)
     settings = Settings(model=model, tokenizer=tokenizer, random_weights=is_random)
-    built = build(settings, 0, _HOST, adapters, check(settings))
+    built = build(settings, 0, _HOST, adapters)
     dtype = getattr(torch, str(built.facts.config.get("dtype") or built.facts.config.get("torch_dtype")), None)
     if is_random and isinstance(dtype, torch.dtype):
         built.model.to(dtype)  # otherwise `build` uses fp32 if there are no weight files
