@@ -44,26 +44,28 @@ def stop_when_asked(settings: str) -> int:
     """A loop that takes 0.2 s to save."""
     requests = Requests(_folder(settings))
     _say(settings, str(os.getpid()))
-    while requests.stop is None:
+    while requests.read()[0] is None:
         time.sleep(0.02)
     time.sleep(0.2)
     _say(settings, "saved")
-    assert requests.stop is not None
-    return requests.stop
+    code, _ = requests.read()
+    assert code is not None
+    return code
 
 
 def talk_until_asked(settings: str) -> int:
     """To whoever listens, as a run does: while it goes, and when it has saved."""
     _say(settings, str(os.getpid()))
     requests = Requests(_folder(settings))
-    while requests.stop is None:
+    while requests.read()[0] is None:
         print("a step", flush=True)
         time.sleep(0.001)
     time.sleep(0.2)
     print("saved", flush=True)
     _say(settings, "saved")
-    assert requests.stop is not None
-    return requests.stop
+    code, _ = requests.read()
+    assert code is not None
+    return code
 
 
 def never_stop(settings: str) -> int:

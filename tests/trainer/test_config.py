@@ -270,7 +270,7 @@ def test_a_services_variables_are_not_ours() -> None:
         ("train_file: [[a]]", "train_file: a list (file {file} line 1) is not a list of texts"),
         ("packing: loose", "packing: 'loose' (file {file} line 1) is not known; known: packed, padded"),
         ("precision: bf15", "precision: 'bf15' (file {file} line 1) is not known; did you mean 'bf16'? known: "),
-        ("report_to: wandbb", "report_to: unknown 'wandbb'; known: tensorboard, wandb (file {file} line 1)"),
+        ("report_to: wandbb", "report_to: 'wandbb' (file {file} line 1) is not known; did you mean 'wandb'?"),
         ("shape.layers: yes", "shape.layers: 'yes' (file {file} line 1) is not a whole number"),
         ("shape: {tied: 1}", "shape.tied: '1' (file {file} line 1) is not true or false"),
         ("shape: {layer: 2}", "unknown shape key 'layer' (file {file} line 1); did you mean 'layers'?"),

@@ -44,7 +44,8 @@ def test_a_run_without_a_name_gets_one(here: Path) -> None:
 
 def test_the_settings_are_written_down(here: Path) -> None:
     """As a file to train with again: without the folder, which is taken now."""
-    folder = claim(choose(Settings(output_dir="mine", seed=7)))
+    claim(choose(Settings(output_dir="mine", seed=7)))
+    folder = Path("mine")
     assert settings_from_json((folder / "config.json").read_text()) == Settings(seed=7)
 
 

@@ -128,7 +128,7 @@ def test_what_rests_on_disk_is_not_saved_in_the_background(run_ranks: Pool, tmp_
 def how_saved(settings: str, free_bytes: int) -> tuple[bool, str]:
     mesh.init(device="cpu")
     asked = completed(settings_from_json(settings), has_gpu=False)
-    model = run.set_up(asked, FailureContext(asked)).model
+    model = run.set_up(asked, FailureContext()).model
     # One rank has less than the other.
     found = run_checkpoints.saves_of(engine_of(model), 2, True, free_bytes - mesh.everyone().index, mesh.hosts())
     return found.in_background, found.why_not

@@ -3,6 +3,7 @@
 import gzip
 import json
 from collections import Counter
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from torch import nn
 
 import shardwise as sw
 from shardwise.core.engine.guards import engine_of
-from shardwise.trainer.profile import Profile
+from shardwise.trainer.profile import FILE, traced_steps
 from tests.harness import Pool
 from tests.support.models import MODELS, tokens
 from tests.support.training import adamw
@@ -24,13 +25,14 @@ def train(folder: Path, num_steps: int, strategy: str = "zero3") -> list[int]:
     model, optimizer = sw.shard(model, adamw(list(model.parameters())), strategy, precision="fp32")
     there = []
     engine = engine_of(model)
-    with Profile(folder, dist.get_rank() == 0, "cpu", engine.gathers.settle, engine.finish_updates) as profile:
+    traced = traced_steps(folder, "cpu", engine.gathers.settle, engine.finish_updates)
+    with traced if dist.get_rank() == 0 else nullcontext(lambda: None) as after_step:
         for step in range(1, num_steps + 1):
             MODELS["in-tree"].loss(model, tokens(step, dist.get_rank(), 2)).backward()
             optimizer.step()
             optimizer.zero_grad()
-            profile.step()
-            if profile.file.exists():
+            after_step()
+            if (folder / FILE).exists():
                 there.append(step)
     return there
 
@@ -63,13 +65,6 @@ def test_a_shorter_run_is_traced_as_far_as_it_goes(run_ranks: Pool, tmp_path: Pa
     assert names_in(tmp_path / "trace-rank-0.json.gz")["shardwise::reduce blocks.3"] == 1
 
 
-def test_not_enabled_it_does_nothing(tmp_path: Path) -> None:
-    with Profile(tmp_path / "profile", False, "cpu", pytest.fail) as profile:
-        for _ in range(7):
-            profile.step()
-    assert not list(tmp_path.iterdir())
-
-
 def test_after_an_error_nobody_is_waited_for(tmp_path: Path) -> None:
-    with pytest.raises(ZeroDivisionError), Profile(tmp_path, True, "cpu", pytest.fail):
+    with pytest.raises(ZeroDivisionError), traced_steps(tmp_path, "cpu", pytest.fail, pytest.fail):
         raise ZeroDivisionError

@@ -141,7 +141,7 @@ def hyper_parameters(settings: str) -> list[dict[str, Any]]:
 
     mesh.init(device="cpu")
     asked = completed(settings_from_json(settings), has_gpu=False)
-    return plain_settings(set_up(asked, FailureContext(asked)).optimizer)
+    return plain_settings(set_up(asked, FailureContext()).optimizer)
 
 
 def test_hyper_parameters_are_those_asked_for_now(run_ranks: Pool, tmp_path: Path) -> None:

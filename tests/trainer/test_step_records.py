@@ -30,7 +30,7 @@ def result(step: int, loss: float, num_targets: int = 10, norm: float = 1.0) -> 
 def test_a_row_is_the_mean_over_the_targets_of_its_steps() -> None:
     written: list[Row] = []
     kept = records(written, peak_flops=1e6)
-    kept.count_step()
+    kept.num_queued += 1
     kept.add(result(1, 4.0, num_targets=30))
     kept.add(result(2, 2.0, num_targets=10))
     (row,) = written

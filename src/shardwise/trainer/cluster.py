@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from importlib import resources
 from pathlib import PurePath
 from textwrap import indent
+from typing import Any
 
 from ..base.errors import ConfigurationError
 from .settings import Settings
@@ -48,7 +49,10 @@ def is_rank(variables: Variables) -> bool:
 def rank_variables(variables: Variables) -> dict[str, str]:
     """Return torchrun's variables for a task that is a rank."""
     node = int(variables.get("SLURM_NODEID", "0"))
+    # Slurm's counts: 8(x2),7 is 8, 8 and 7 tasks.
     tasks = variables.get("SLURM_STEP_TASKS_PER_NODE") or variables.get("SLURM_TASKS_PER_NODE") or "1"
+    counts = re.findall(r"(\d+)(?:\(x(\d+)\))?", tasks)
+    by_node = [count for count, times in counts for _ in range(int(times or 1))]
     local_rank = variables.get("SLURM_LOCALID", "0")
     # If one GPU is bound to each task, it is device 0 of every task.
     if variables.get("CUDA_VISIBLE_DEVICES", ",").count(",") == 0:
@@ -57,34 +61,23 @@ def rank_variables(variables: Variables) -> dict[str, str]:
         "RANK": variables["SLURM_PROCID"],
         "WORLD_SIZE": str(num_tasks(variables)),
         "LOCAL_RANK": local_rank,
-        "LOCAL_WORLD_SIZE": str(tasks_by_node(tasks)[node]),
-        "MASTER_ADDR": first_host(node_list(variables)),
+        "LOCAL_WORLD_SIZE": by_node[node],
+        "MASTER_ADDR": first_host(variables),
         "MASTER_PORT": str(port(variables)),
     }
 
 
-def node_list(variables: Variables) -> str:
-    names = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
-    found = next((variables[name] for name in names if variables.get(name)), None)
-    if found is None:
-        raise ConfigurationError(f"a Slurm step without {' or '.join(names)}: set MASTER_ADDR, or give --rdzv-endpoint")
-    return found
-
-
-def first_host(nodes: str) -> str:
+def first_host(variables: Variables) -> str:
     """Return the first host of Slurm's list: gpu003 of gpu[003-006,9],cpu1."""
+    names = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
+    nodes = next((variables[name] for name in names if variables.get(name)), "")
     first = re.match(r"(?:[^,\[]|\[[^\]]*\])+", nodes)
     if first is None:
-        raise ConfigurationError(f"a list of nodes that names none: {nodes!r}; give --rdzv-endpoint HOST:PORT")
+        raise ConfigurationError(
+            f"a Slurm step whose {' or '.join(names)} names no node, but is {nodes!r}: set MASTER_ADDR, or give "
+            "--rdzv-endpoint"
+        )
     return re.sub(r"\[(\w+)[^\]]*\]", r"\1", first[0])
-
-
-def tasks_by_node(text: str) -> list[int]:
-    """Expand Slurm's counts: 8(x2),7 is 8, 8 and 7 tasks."""
-    counts: list[int] = []
-    for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", text):
-        counts += [int(count)] * int(times or 1)
-    return counts
 
 
 def port(variables: Variables) -> int:
@@ -97,39 +90,32 @@ def port(variables: Variables) -> int:
 def slurm_script(settings: Settings, words: Sequence[str]) -> str:
     """Return a script for sbatch. `words` are those of the command line after `shardwise train`."""
     low, high = nodes_of(settings.nnodes)
-    name, command = _name(settings), shlex.join(["shardwise", "train", *words])
-    num_gpus = settings.nproc_per_node or DEFAULT_GPUS
-    return _template("slurm.sh.txt").format(
-        command_line=command.replace("\n", " "),
-        name=name,
-        nodes=low if low == high else f"{low}-{high}",
-        gpus="" if settings.device == "cpu" else f"#SBATCH --gpus-per-node={num_gpus}\n",
-        save_s=SAVE_S,
-        # The job keeps its number when it is queued again.
-        run=shlex.quote(settings.output_dir) if settings.output_dir else f'"runs/{name}-$SLURM_JOB_ID"',
-        resume=_resume(settings),
-        command=command,
-    )
+    values = _common_values(settings, words)
+    values["nodes"] = low if low == high else f"{low}-{high}"
+    values["gpus"] = "" if settings.device == "cpu" else f"#SBATCH --gpus-per-node={values['num_gpus']}\n"
+    # The job keeps its number when it is queued again.
+    run = f'"runs/{values["name"]}-$SLURM_JOB_ID"'
+    values["run"] = shlex.quote(settings.output_dir) if settings.output_dir else run
+    return _template("slurm.sh.txt").format(**values)
 
 
 def kubernetes_job(settings: Settings, words: Sequence[str]) -> str:
     """Return a Service, by which the machines find each other, and an Indexed Job with a pod per machine."""
     _, nodes = nodes_of(settings.nnodes)
-    name, command = _name(settings), shlex.join(["shardwise", "train", *words])
+    values = _common_values(settings, words)
+    name = values["name"]
     # On the volume that all machines can write, wherever the image starts its processes.
     mount, folder = "/runs", settings.output_dir or name
     run = folder if folder.startswith("/") else f"{mount}/{folder.removeprefix('runs/')}"
-    gpus = f"resources:\n  limits:\n    nvidia.com/gpu: {settings.nproc_per_node or DEFAULT_GPUS}\n"
+    gpus = f"resources:\n  limits:\n    nvidia.com/gpu: {values['num_gpus']}\n"
     meeting = f' --node-rank "$JOB_COMPLETION_INDEX" --rdzv-endpoint {name}-0.{name}:{PORT}' if nodes > 1 else ""
     # exec: the signal that ends a pod goes to its first process only.
-    script = f"exec {command}{meeting} --output-dir {shlex.quote(run)}{_resume(settings)}"
+    script = f"exec {values['command']}{meeting} --output-dir {shlex.quote(run)}{values['resume']}"
     return _template("kubernetes.yaml.txt").format(
-        command_line=command.replace("\n", " "),
-        name=name,
+        **values,
         nodes=nodes,
         retries=3 * nodes,
         refusals=json.dumps(FINAL_CODES),
-        grace_s=SAVE_S,
         # Kubernetes reads $(NAME) and $$ itself.
         script=json.dumps(re.sub(r"\$(?=[$(])", "$$", script)),
         resources="" if settings.device == "cpu" else indent(gpus, 10 * " "),
@@ -141,12 +127,16 @@ def _template(name: str) -> str:
     return resources.files(__package__).joinpath(name).read_text()
 
 
-def _resume(settings: Settings) -> str:
-    """Let a restarted job resume; one that names a checkpoint begins there each time."""
-    return "" if settings.resume_from_checkpoint else " --resume-from-checkpoint auto"
-
-
-def _name(settings: Settings) -> str:
-    """Return a name that Kubernetes accepts, from the run folder or the model."""
+def _common_values(settings: Settings, words: Sequence[str]) -> dict[str, Any]:
+    command = shlex.join(["shardwise", "train", *words])
     source = PurePath(settings.output_dir or settings.model).name.lower()
-    return re.sub(r"[^a-z0-9]+", "-", f"shardwise-{source}").strip("-")[:50].strip("-")
+    return {
+        "command": command,
+        "command_line": command.replace("\n", " "),
+        # Kubernetes accepts such names.
+        "name": re.sub(r"[^a-z0-9]+", "-", f"shardwise-{source}").strip("-")[:50].strip("-"),
+        "num_gpus": settings.nproc_per_node or DEFAULT_GPUS,
+        "save_s": SAVE_S,
+        # A restarted job resumes; one that names a checkpoint begins there each time.
+        "resume": "" if settings.resume_from_checkpoint else " --resume-from-checkpoint auto",
+    }

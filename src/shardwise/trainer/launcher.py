@@ -8,10 +8,10 @@ elastic agent runs in it and starts the ranks of this machine. The launchers of 
 import os
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 
-from ..base.errors import ConfigurationError, MemoryExceededError, did_you_mean, printable_lines
+from ..base.errors import ConfigurationError, MemoryExceededError, printable_lines
 from ..base.processes import cpu_limit
 from . import cluster, signals
 from .run_folder import LOGS, choose, oom_reports, run_folder, writing_to
@@ -19,8 +19,7 @@ from .settings import Settings, num_nodes
 
 ENTRY = "shardwise.trainer.run:run_rank"
 # Settings of this launcher. They are refused if torchrun or srun has started the ranks.
-LAUNCH_SETTINGS = ("nnodes", "node_rank", "rdzv_backend", "rdzv_endpoint", "rdzv_id", "max_restarts")
-BACKENDS = ("c10d", "static", "etcd", "etcd-v2")
+LAUNCH_SETTINGS = ("nnodes", "node_rank", "rdzv_backend", "rdzv_endpoint", "rdzv_id", "max_restarts", "nproc_per_node")
 Check = Callable[[Settings, int], None]
 
 
@@ -108,21 +107,17 @@ def _run_as_rank(settings: Settings, origin: Mapping[str, str], entry: str, vari
         os.environ.setdefault(name, value)
     is_torchrun = "TORCHELASTIC_RUN_ID" in os.environ or not cluster.is_step(os.environ)
     launcher = "torchrun" if is_torchrun else "srun"
-    started, wanted = os.environ.get("LOCAL_WORLD_SIZE"), settings.nproc_per_node
-    if wanted is not None and started is not None and int(started) != wanted:
-        raise ConfigurationError(
-            f"nproc_per_node: {wanted} ({origin.get('nproc_per_node', 'given')}), but {launcher} has started {started} "
-            "ranks on this machine; say it there, and leave nproc_per_node out"
-        )
-    default = Settings()
+    started = os.environ.get("LOCAL_WORLD_SIZE")
+    defaults = asdict(Settings()) | {"nproc_per_node": settings.nproc_per_node if started is None else int(started)}
     for name in LAUNCH_SETTINGS:  # only our own launcher can apply them: there is no silent fallback
         value, where = getattr(settings, name), origin.get(name, "default")
         # A value equal to the default is accepted: the config.json of a run contains all settings.
-        if where != "default" and value != getattr(default, name):
+        if where != "default" and value is not None and value != defaults[name]:
+            ranks = f"{started} ranks on this machine" if name == "nproc_per_node" else "the ranks"
             raise ConfigurationError(
-                f"{name}: {value} ({where}), but {launcher} has started the ranks: say it there, and leave {name} out"
+                f"{name}: {value} ({where}), but {launcher} has started {ranks}: say it there, and leave {name} out"
             )
-    _set_threads(int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    _set_threads(int(started or "1"))
     signals.listen(has_launcher=False)
     from .rank import call
 
@@ -137,7 +132,7 @@ def _with_slurm(settings: Settings, origin: Mapping[str, str]) -> Settings:
     if origin.get("nnodes", "default") == "default":
         settings = replace(settings, nnodes=str(nodes))
     if settings.rdzv_endpoint is None and settings.nnodes != "1":
-        host = cluster.first_host(cluster.node_list(os.environ))
+        host = cluster.first_host(os.environ)
         settings = replace(settings, rdzv_endpoint=f"{host}:{cluster.port(os.environ)}")
         if settings.node_rank is None:
             settings = replace(settings, node_rank=int(os.environ.get("SLURM_NODEID", "0")))
@@ -145,28 +140,21 @@ def _with_slurm(settings: Settings, origin: Mapping[str, str]) -> Settings:
 
 
 def _check_rendezvous(settings: Settings, min_nodes: int, max_nodes: int) -> None:
-    if settings.rdzv_backend not in BACKENDS:
-        known = did_you_mean(settings.rdzv_backend, BACKENDS)
-        raise ConfigurationError(f"rdzv_backend: unknown {settings.rdzv_backend!r}; {known}")
     if max_nodes == 1:
         return
-    if settings.rdzv_endpoint is None:
+    endpoint, node_rank = settings.rdzv_endpoint, settings.node_rank
+    if endpoint is None or settings.output_dir is None:
         raise ConfigurationError(
-            f"nnodes: {settings.nnodes}, but no place to meet: give every machine the same --rdzv-endpoint "
-            "HOST:PORT, HOST being one of them"
+            f"nnodes: {settings.nnodes}, but rdzv_endpoint {endpoint} and output_dir {settings.output_dir}: give every "
+            "machine the same --rdzv-endpoint HOST:PORT, HOST being one of them, and the same --output-dir, where all "
+            "can write"
         )
-    if settings.output_dir is None:
+    has_port = endpoint.rpartition(":")[2].isdecimal()
+    if settings.rdzv_backend == "static" and (node_rank is None or min_nodes != max_nodes or not has_port):
         raise ConfigurationError(
-            f"nnodes: {settings.nnodes}, but no output_dir: give all machines one --output-dir, where all can write"
+            f"rdzv_backend: static, nnodes {settings.nnodes}, node_rank {node_rank}, rdzv_endpoint {endpoint}: it "
+            "needs a fixed number of machines, the place of this one (--node-rank 0 and so on), and a port: HOST:PORT"
         )
-    if settings.rdzv_backend == "static":
-        if settings.node_rank is None or min_nodes != max_nodes:
-            raise ConfigurationError(
-                f"rdzv_backend: static, nnodes {settings.nnodes}, node_rank {settings.node_rank}: it needs a fixed "
-                "number of machines and the place of this one, --node-rank 0 and so on"
-            )
-        if not settings.rdzv_endpoint.rpartition(":")[2].isdecimal():
-            raise ConfigurationError(f"rdzv_endpoint: {settings.rdzv_endpoint}, but static needs a port: HOST:PORT")
 
 
 def _set_threads(num_ranks: int) -> None:

@@ -5,6 +5,7 @@ loss of the step before, and starts an exchange in which the ranks agree on what
 an evaluation is due does the host wait for everything.
 """
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 
@@ -18,7 +19,6 @@ from .data.order import key
 from .data.samples import Batch
 from .models.headloss import loss_sum
 from .optimizers import learning_rate, set_learning_rate
-from .profile import Profile
 from .run_state import Run
 from .settings import interval_of
 from .signals import INTERRUPTED, TERMINATED, Requests
@@ -37,24 +37,21 @@ class Ending:
     complaint: str = ""
 
 
-def run_steps(run: Run, profile: Profile) -> Ending:
+def run_steps(run: Run, after_step: Callable[[], None]) -> Ending:
     """Train from the step that the run has reached to its last one."""
-    records, exchange, first = run.records, _HostExchange(run.hosts, run.requests), run.step
+    records, exchange, first = run.records, _HostExchange(run.hosts, run.requests, run.records), run.step
     eval_every = interval_of(run.settings.eval_steps, run.num_steps)
     save_every = interval_of(run.settings.save_steps, run.num_steps)
     coming = run.micro_batches(first)
-    exchange.start(_num_targets(coming), 0.0)
-    queued: _QueuedStep | None = None  # the last step, until its loss has arrived
-    handed_in: _QueuedStep | None = None  # the step before it, whose loss is in the exchange
+    exchange.start(coming, None)
+    queued: _QueuedStep | None = None  # the last step, until its loss is sent
     for step in range(first, run.num_steps):
         agreed = exchange.finish()
-        if handed_in is not None:
-            records.add(handed_in.result(agreed.loss_sum))
-            handed_in = None
         evaluates, saves = (step > first and every > 0 and step % every == 0 for every in (eval_every, save_every))
         if evaluates or saves or agreed.save or agreed.stop is not None or records.complaint:
-            late = _settle(queued, exchange, records)
-            queued = None
+            # The numbers of the last step have an exchange of their own, which may bring further requests.
+            exchange.start([], queued)
+            late, queued = exchange.finish(), None
             stop = agreed.stop if agreed.stop is not None else late.stop
             records.pause()
             if records.complaint:
@@ -69,16 +66,14 @@ def run_steps(run: Run, profile: Profile) -> Ending:
             records.go_on()
 
         before, queued = queued, _take_step(run, coming, step, agreed.num_targets)
-        records.count_step()
-        profile.step()
+        records.num_queued += 1
+        after_step()
         run.show(step + 1)
         coming = run.micro_batches(step + 1)
-        handed_in = before
-        exchange.start(_num_targets(coming), 0.0 if before is None else before.loss_sum())
-    agreed = exchange.finish()
-    if handed_in is not None:
-        records.add(handed_in.result(agreed.loss_sum))
-    _settle(queued, exchange, records)
+        exchange.start(coming, before)
+    exchange.finish()
+    exchange.start([], queued)
+    exchange.finish()
     records.pause()
     return Ending(run.num_steps, complaint=records.complaint)
 
@@ -115,33 +110,10 @@ class _QueuedStep:
     learning_rate: float
     numbers: PendingHostCopy
 
-    def loss_sum(self) -> float:
-        return self.numbers.read()[0]
-
-    def result(self, loss_sum_of_all: float) -> StepResult:
-        _, *norms = self.numbers.read()
-        norm = norms[0] if norms else None
-        return StepResult(self.step + 1, loss_sum_of_all, self.num_targets, norm, self.learning_rate)
-
-
-def _settle(queued: _QueuedStep | None, exchange: "_HostExchange", records: StepRecords) -> "_Agreed":
-    """Wait for the last step's numbers, in an exchange of their own, which may bring further requests."""
-    if queued is None:
-        return _Agreed(0, 0.0, None, False)
-    exchange.start(0, queued.loss_sum())
-    agreed = exchange.finish()
-    records.add(queued.result(agreed.loss_sum))
-    return agreed
-
-
-def _num_targets(batches: list[Batch]) -> int:
-    return sum(batch.num_targets for batch in batches)
-
 
 @dataclass(frozen=True, slots=True)
 class _Agreed:
     num_targets: int  # of the coming step
-    loss_sum: float  # of the step that was handed in
     stop: int | None  # the requested exit code
     save: bool
 
@@ -151,16 +123,20 @@ class _HostExchange:
 
     An exchange starts after a step was queued and finishes before the next one is, so no device waits for it. It brings
     the number of targets of the coming step, the requests to save or to stop that any rank has received, and the loss
-    of an earlier step. All ranks read the same sums at the same place of the loop, so they decide alike.
+    of an earlier step, which is then recorded. All ranks read the same sums at the same place of the loop, so they
+    decide alike.
     """
 
-    def __init__(self, channel: Channel, requests: Requests) -> None:
-        self._channel = channel
-        self._requests = requests
+    def __init__(self, channel: Channel, requests: Requests, records: StepRecords) -> None:
+        self._channel, self._requests, self._records = channel, requests, records
         self._flight: InFlight | None = None
+        self._sent: _QueuedStep | None = None
 
-    def start(self, num_targets: int, loss_sum: float) -> None:
-        stop, save = self._requests.stop, self._requests.save
+    def start(self, coming: list[Batch], sent: _QueuedStep | None) -> None:
+        num_targets = sum(batch.num_targets for batch in coming)
+        self._sent = sent
+        loss_sum = 0.0 if sent is None else sent.numbers.read()[0]
+        stop, save = self._requests.read()
         stops = [float(stop == code) for code in STOP_CODES]
         vector = torch.tensor([num_targets, loss_sum, float(save), *stops], dtype=torch.float64)
         with self._channel.ledger.uncounted():
@@ -171,4 +147,9 @@ class _HostExchange:
         finish(self._flight)
         num_targets, loss_sum, save, *stops = self._flight.buffer.tolist()
         stop = next((code for code, num in zip(STOP_CODES, stops, strict=True) if num), None)
-        return _Agreed(int(num_targets), loss_sum, stop, bool(save))
+        if self._sent is not None:
+            _, *norms = self._sent.numbers.read()
+            norm = norms[0] if norms else None
+            step, rate = self._sent.step + 1, self._sent.learning_rate
+            self._records.add(StepResult(step, loss_sum, self._sent.num_targets, norm, rate))
+        return _Agreed(int(num_targets), stop, bool(save))

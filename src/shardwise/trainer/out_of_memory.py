@@ -39,7 +39,6 @@ from ..planner.search import MODES
 from ..planner.training import Training
 from .run_folder import OOM_FILES
 from .run_plan import RunPlan
-from .settings import Settings
 
 if TYPE_CHECKING:
     from .run_state import Run
@@ -67,7 +66,6 @@ _MESSAGES = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "can't allocate memo
 class FailureContext:
     """Facts about a run for the report of a failure. They are added while the run is set up."""
 
-    settings: Settings
     rank: int = 0
     folder: Path | None = None
     planned: RunPlan | None = None

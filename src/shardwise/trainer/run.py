@@ -11,6 +11,7 @@ import json
 import sys
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -42,15 +43,15 @@ from .models.build import Built, build
 from .offload import is_auto, offload_of, updates_early
 from .optimizers import learning_rate_rise, num_warmup_steps, optimizer_for
 from .out_of_memory import FailureContext, OutOfMemoryHereError, explain, is_out_of_memory
-from .profile import Profile
+from .profile import traced_steps
 from .run_checkpoints import Resumed, require_room, resume, saves_of
 from .run_folder import (
     DATA,
+    LOGS,
     OOM_FILES,
     choose,
     claim,
     failed_write,
-    require_still_there,
     resume_candidates,
     run_folder,
     writing_to,
@@ -64,6 +65,7 @@ from .step_records import Divergence, StepRecords
 
 TOKENISING_S = 24 * 3600  # the other ranks wait for the one that tokenises
 Say = Callable[[str], None]
+_SILENT: Say = lambda _: None  # noqa: E731
 
 
 def run_rank(text: str) -> int:
@@ -88,18 +90,17 @@ def run_rank(text: str) -> int:
 def _run(settings: Settings) -> int:
     settings = completed(settings, torch.cuda.is_available())
     mesh.init(device=settings.device, timeout_s=settings.timeout)
-    context = FailureContext(settings)
+    context = FailureContext()
     try:
         return _train(settings, context)
     except (OSError, SaveError) as error:
-        explained = None if context.folder is None else failed_write(context.folder, error)
-        if explained is None:
-            raise
-        raise explained from error
+        if explained := context.folder and failed_write(context.folder, error):
+            raise explained from error
+        raise
     except (RuntimeError, MemoryError) as error:
-        if not is_out_of_memory(error):
-            raise
-        raise explain(error, context) from error
+        if is_out_of_memory(error):
+            raise explain(error, context) from error
+        raise
 
 
 def _train(settings: Settings, context: FailureContext) -> int:
@@ -107,11 +108,13 @@ def _train(settings: Settings, context: FailureContext) -> int:
     run = context.run = set_up(settings, context)
     if run.is_first:
         run.progress.say(banner(run))
-    engine, is_profiled = engine_of(run.model), settings.profile and run.is_first
-    profile = Profile(run.folder, is_profiled, run.device.type, engine.gathers.settle, engine.finish_updates)
+    engine = engine_of(run.model)
+    traced: AbstractContextManager[Callable[[], None]] = nullcontext(lambda: None)
+    if settings.profile and run.is_first:
+        traced = traced_steps(run.folder, run.device.type, engine.gathers.settle, engine.finish_updates)
     try:
-        with run.progress, profile:
-            ending = run_steps(run, profile)
+        with run.progress, traced as after_step:
+            ending = run_steps(run, after_step)
             run.finish_saving()
             if ending.complaint:
                 place = _write_divergence(run, ending)
@@ -159,7 +162,7 @@ def set_up(settings: Settings, context: FailureContext) -> Run:
     """
     world = mesh.everyone()
     rank, num_ranks, device = world.index, world.num_ranks, mesh.device()
-    say: Say = partial(print, flush=True) if rank == 0 else _silent
+    say: Say = partial(print, flush=True) if rank == 0 else _SILENT
     # Rank 0 chooses, because a folder's name may contain the time. Machines that joined late count fewer restarts.
     num_restarts = max(exchange(world, mesh.restarts()))
     given = settings
@@ -169,17 +172,27 @@ def set_up(settings: Settings, context: FailureContext) -> Run:
     context.rank = rank
     checked = all_or_none(world, lambda: check_all(settings, num_ranks))
     # A launcher has already printed the messages about the data.
-    prepared, samples, eval_samples = _data(settings, checked, _silent if has_launcher() else say)
+    prepared, samples, eval_samples = _data(settings, checked, _SILENT if has_launcher() else say)
 
     free_bytes, free_host_bytes = free_bytes_here(), host_bytes_here() // mesh.num_local_ranks()
     built = all_or_none(world, lambda: _built(settings, checked, device, samples))
     model, optimizer, planned = _sharded(built, settings, checked, free_bytes, context)
     resumed = resume(candidates, model, optimizer, say)
     settings = replace(settings, resume_from_checkpoint=resumed.checkpoint)
-    is_same_data = _is_same_data(resumed, data_identity(settings, prepared, checked), say)
+    identity = data_identity(settings, prepared, checked)
+    before = identity if resumed.data is None else resumed.data
+    is_same_data = before == identity
+    if not is_same_data:
+        changed = [f"{name} {before.get(name)}, now {now}" for name, now in identity.items() if before.get(name) != now]
+        say(f"the data is not what the checkpoint was trained on ({'; '.join(changed)}): it is read from its beginning")
     first_step, first_sample = resumed.step, resumed.num_samples_seen if is_same_data else 0
-    num_steps = _num_steps(settings, checked, samples, resumed, first_sample)
-    _warn_of_steps(settings, resumed, num_steps, say)
+    num_steps = _num_steps(settings, checked, samples.num_samples, resumed, first_sample)
+    if num_steps == first_step:
+        say(f"nothing is left to train: the checkpoint has all {num_steps} steps; raise --max-steps")
+    elif num_warmup_steps(settings, num_steps) >= num_steps:
+        say(f"the learning rate never comes up: warmup_steps {settings.warmup_steps:g}, steps {num_steps}")
+    elif warning := learning_rate_rise(settings, resumed.learning_rate, first_step, num_steps):
+        say(warning)
 
     hosts = mesh.hosts()
     num_moments = planned.entry.training.num_moments
@@ -188,19 +201,28 @@ def set_up(settings: Settings, context: FailureContext) -> Run:
         steps = range(first_step, num_steps)
         all_or_none(world, lambda: require_room(folder, saves, steps, settings, say) if rank == 0 else None)
     metrics = all_or_none(world, lambda: Metrics(folder, settings.report_to, asdict(settings), rank == 0))
-    all_or_none(world, lambda: _take_folder(settings, resumed, planned) if rank == 0 else None)
+
+    def take_folder() -> None:
+        with writing_to(folder):
+            claim(settings)
+            write_plan(folder, planned, first_step)
+            left = go_on_from(folder / CHECKPOINTS, first_step)
+        if left is not None:
+            say(f"later checkpoints of this run are moved to {left}")
+
+    all_or_none(world, lambda: take_folder() if rank == 0 else None)
     metrics.truncate_after(first_step)
     run = Run(
         settings=settings, folder=folder, checked=checked, prepared=prepared, built=built, model=model,
         optimizer=optimizer, samples=samples, eval_samples=eval_samples, rank=rank, device=device, hosts=hosts,
         num_steps=num_steps, updates_early=updates_early(settings), first_step=first_step, first_sample=first_sample,
-        planned=planned, saves=saves, free_bytes=free_bytes, free_host_bytes=free_host_bytes, metrics=metrics,
+        step=first_step, planned=planned, saves=saves, metrics=metrics, free_bytes=free_bytes,
+        free_host_bytes=free_host_bytes,
         progress=Progress(num_steps, first_step, is_shown=rank == 0), requests=Requests(folder if rank == 0 else None),
     )  # fmt: skip
     place = resumed.checkpoint
     if place is not None and Path(place).resolve().parent == (folder / CHECKPOINTS).resolve():
         run.saved_step = first_step
-    run.step = first_step
     run.records = _records(run)
     if resumed.book:
         run.records.from_extra(resumed.book, is_same_data)
@@ -208,8 +230,11 @@ def set_up(settings: Settings, context: FailureContext) -> Run:
 
 
 def _chosen(given: Settings, num_restarts: int) -> Settings:
-    if num_restarts and has_launcher():
-        require_still_there(run_folder(given))
+    if num_restarts and has_launcher() and not (run_folder(given) / LOGS).is_dir():
+        raise ConfigurationError(
+            f"the run folder {given.output_dir} was moved or removed under the run, so it is not started again: move "
+            "it back, then continue with --resume-from-checkpoint auto"
+        )
     chosen = choose(given, num_restarts)
     for file in run_folder(chosen).glob(OOM_FILES):  # of an earlier start
         file.unlink(missing_ok=True)
@@ -224,7 +249,7 @@ def _data(settings: Settings, checked: Checked, say: Say) -> tuple[Prepared, Sam
         return prepare(settings, tokenizer, where, speaks, checked.facts.vocab_size)
 
     all_or_none(patient, lambda: make(say) if mesh.is_first_here() else None)
-    prepared = all_or_none(patient, lambda: make(_silent))
+    prepared = all_or_none(patient, lambda: make(_SILENT))
     require_agreement(patient, [("the training data", prepared.digest), ("eval_file", str(prepared.eval_digest))])
     samples, eval_samples = all_or_none(
         patient, lambda: open_samples(settings, tokenizer, prepared, checked.seq_length, say)
@@ -286,15 +311,7 @@ def _sharded(
     return model, optimizer, planned
 
 
-def _is_same_data(resumed: Resumed, identity: dict[str, Any], say: Say) -> bool:
-    before = identity if resumed.data is None else resumed.data
-    changed = [f"{name} {before.get(name)}, now {now}" for name, now in identity.items() if before.get(name) != now]
-    if before != identity:
-        say(f"the data is not what the checkpoint was trained on ({'; '.join(changed)}): it is read from its beginning")
-    return bool(before == identity)
-
-
-def _num_steps(settings: Settings, checked: Checked, samples: Samples, resumed: Resumed, first_sample: int) -> int:
+def _num_steps(settings: Settings, checked: Checked, num_samples: int, resumed: Resumed, first_sample: int) -> int:
     batching, first_step, num_steps = checked.batching, resumed.step, settings.max_steps
     before = resumed.global_batch_size or batching.global_size
     if settings.global_batch_size is None and before != batching.global_size:
@@ -303,31 +320,13 @@ def _num_steps(settings: Settings, checked: Checked, samples: Samples, resumed: 
         )
     if num_steps is None:
         epochs = 1.0 if settings.num_train_epochs is None else settings.num_train_epochs
-        left = epochs * samples.num_samples - first_sample
+        left = epochs * num_samples - first_sample
         num_steps = first_step + max(-int(-left // batching.global_size), 0)
     if num_steps < first_step:
         raise ConfigurationError(
             f"max_steps {num_steps}, but {settings.resume_from_checkpoint} has {first_step} steps already: ask for more"
         )
     return num_steps
-
-
-def _warn_of_steps(settings: Settings, resumed: Resumed, num_steps: int, say: Say) -> None:
-    if num_steps == resumed.step:
-        say(f"nothing is left to train: the checkpoint has all {num_steps} steps; raise --max-steps")
-    elif num_warmup_steps(settings, num_steps) >= num_steps:
-        say(f"the learning rate never comes up: warmup_steps {settings.warmup_steps:g}, steps {num_steps}")
-    elif warning := learning_rate_rise(settings, resumed.learning_rate, resumed.step, num_steps):
-        say(warning)
-
-
-def _take_folder(settings: Settings, resumed: Resumed, planned: RunPlan) -> None:
-    folder = claim(settings)
-    with writing_to(folder):
-        write_plan(folder, planned, resumed.step)
-        left = go_on_from(folder / CHECKPOINTS, resumed.step)
-    if left is not None:
-        print(f"later checkpoints of this run are moved to {left}", flush=True)
 
 
 def _records(run: Run) -> StepRecords:
@@ -349,7 +348,3 @@ def _records(run: Run) -> StepRecords:
         memory_row=run.memory_row,
         write=run.write,
     )
-
-
-def _silent(_: str) -> None:
-    pass

@@ -91,23 +91,21 @@ def require_room(folder: Path, saves: Saves, num_steps: range, settings: Setting
 
 def expected_save_s(folder: Path, saves: Saves, engine: Engine) -> float | None:
     """Predict the time of one save. Offloaded state is read from disk as well, as slowly as it is written."""
-    written_s = _seconds_per_byte(folder)
-    if written_s is None or engine.host.disk is None:
-        return None if written_s is None else saves.num_bytes * written_s
-    read_s = _seconds_per_byte(engine.host.disk.folder)
-    # Every machine has a disk of its own for its ranks.
-    read_bytes = engine.host.size.disk * engine.mesh.node_size
-    return None if read_s is None else saves.num_bytes * written_s + read_bytes * read_s
-
-
-def _seconds_per_byte(folder: Path) -> float | None:
-    began = time.perf_counter()
     try:
-        with tempfile.TemporaryFile(dir=folder, buffering=0) as probe:
-            probe.write(bytes(PROBE_BYTES))
-            os.fsync(probe.fileno())
+        seconds = saves.num_bytes * _seconds_per_byte(folder)
+        if engine.host.disk is not None:  # every machine has one of its own for its ranks
+            read_bytes = engine.host.size.disk * engine.mesh.node_size
+            seconds += read_bytes * _seconds_per_byte(engine.host.disk.folder)
     except OSError:  # a full disk is an error only when a save fails
         return None
+    return seconds
+
+
+def _seconds_per_byte(folder: Path) -> float:
+    began = time.perf_counter()
+    with tempfile.TemporaryFile(dir=folder, buffering=0) as probe:
+        probe.write(bytes(PROBE_BYTES))
+        os.fsync(probe.fileno())
     return (time.perf_counter() - began) / PROBE_BYTES
 
 

@@ -144,17 +144,14 @@ def replace_file(file: Path, text: str) -> None:
     draft.replace(file)
 
 
-def claim(settings: Settings) -> Path:
+def claim(settings: Settings) -> None:
     """Take the chosen folder for this run and write config.json. One rank calls it, after all checks.
 
     config.json is a file to train with again, so it has neither the folder, which is taken, nor the checkpoint.
     """
-    folder = run_folder(settings)
-    with writing_to(folder):
-        folder.mkdir(parents=True, exist_ok=True)
-        again = dataclasses.replace(settings, output_dir=None, resume_from_checkpoint=None)
-        replace_file(folder / CONFIG, again.to_json() + "\n")
-    return folder
+    run_folder(settings).mkdir(parents=True, exist_ok=True)
+    again = dataclasses.replace(settings, output_dir=None, resume_from_checkpoint=None)
+    replace_file(run_folder(settings) / CONFIG, again.to_json() + "\n")
 
 
 @contextmanager
@@ -198,15 +195,6 @@ def failed_write(folder: Path, error: OSError | SaveError) -> SaveError | None:
     if not folder.is_dir():
         return SaveError(f"{text}; the run folder {folder} was moved or removed under the run: move it back, {fix}")
     return SaveError(f"{text}; see to it that {folder} can be written, {fix}")
-
-
-def require_still_there(folder: Path) -> None:
-    """Refuse a restart if the run folder is gone: the ranks would begin anew."""
-    if not (folder / LOGS).is_dir():
-        raise ConfigurationError(
-            f"the run folder {folder} was moved or removed under the run, so it is not started again: move it back, "
-            "then continue with --resume-from-checkpoint auto"
-        )
 
 
 def _own(folder: Path) -> Path | None:

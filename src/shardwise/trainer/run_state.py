@@ -114,19 +114,16 @@ class Run:
         self.peak_memory = now if self.peak_memory is None else self.peak_memory.highest(now)
         return dict(memory_row(now, self.planned.peak_bytes))
 
+    @torch.no_grad()
     def evaluate(self, step: int) -> None:
-        """Write the mean loss over the targets of the evaluation samples, whatever the number of ranks."""
+        """Write the mean loss over the targets of the evaluation samples, whatever the number of ranks.
+
+        All ranks call the model equally often; repeated samples at the end have no targets.
+        """
         if self.eval_samples is None:
             return
         self.activity, self.num_steady = "the evaluation", 0
-        self.eval_loss = self._evaluation_loss(self.eval_samples)
-        self.activity = ""
-        self.write({"step": step, "eval_loss": self.eval_loss, "eval_perplexity": math.exp(min(self.eval_loss, 700.0))})
-
-    @torch.no_grad()
-    def _evaluation_loss(self, samples: Samples) -> float:
-        """Return the mean loss. All ranks call the model equally often; repeated samples at the end have no targets."""
-        model, device, hosts = self.model, self.device, self.hosts
+        samples, model, device, hosts = self.eval_samples, self.model, self.device, self.hosts
         num_samples = min(samples.num_samples, self.settings.max_eval_samples)
         batch_size = self.settings.per_device_eval_batch_size or self.batching.micro_size
         was_training = model.training
@@ -140,21 +137,22 @@ class Run:
             total += loss_sum(model, batch.to(device))
         model.train(was_training)
         sums = exchange(hosts, (float(total), num_targets))
-        return math.fsum(part for part, _ in sums) / max(sum(number for _, number in sums), 1)
+        self.eval_loss = math.fsum(part for part, _ in sums) / max(sum(number for _, number in sums), 1)
+        self.activity = ""
+        self.write({"step": step, "eval_loss": self.eval_loss, "eval_perplexity": math.exp(min(self.eval_loss, 700.0))})
 
     def save(self, step: int) -> None:
         if self.saved_step == step:
             return
         self.finish_saving()
         self.activity = "the save"
-        path, model, optimizer = step_folder(self.folder / CHECKPOINTS, step), self.model, self.optimizer
-        began = time.perf_counter()
+        path, began = step_folder(self.folder / CHECKPOINTS, step), time.perf_counter()
         if self.saves.in_background:
-            self.saving = start_save(path, model, optimizer, extra=self.extra(step))
+            self.saving = start_save(path, self.model, self.optimizer, extra=self.extra(step))
+            self.saved_step = step
         else:
-            save(path, model, optimizer, extra=self.extra(step))
-        self.saved_step = step
-        if self.saving is None:
+            save(path, self.model, self.optimizer, extra=self.extra(step))
+            self.saved_step = step
             self._complete_save(f"in {time.perf_counter() - began:.1f} s")
         self.activity = ""
 
@@ -162,17 +160,14 @@ class Run:
         """Show that `step` steps are done. Each rank reports its background save as soon as it is complete."""
         self.progress.advance(step)
         self.step = step
-        self._watch_traffic()
-        if self.saving is not None and self.saving.is_complete:
-            self.finish_saving()
-
-    def _watch_traffic(self) -> None:
-        """Write the traffic of a step once: of one that follows another step directly, as all later ones do."""
         num_updates = engine_of(self.model).gathers.num_updates
         self.num_steady = self.num_steady + 1 if num_updates == self.num_updates + 1 else 0
         self.num_updates = num_updates
+        # Once: the traffic of a step that follows another step directly, as all later ones do.
         if self.num_steady == NUM_STEADY and self.is_first:
             write_traffic(self.folder, self.model, self.planned)
+        if self.saving is not None and self.saving.is_complete:
+            self.finish_saving()
 
     def finish_saving(self) -> None:
         """Wait for the save in the background, if there is one. A failed one raises here."""
@@ -226,14 +221,8 @@ class Run:
         settings = self.settings
         self.activity = "the end of the run"
         if settings.sample_tokens:
-            self.generated = sample(
-                self.model,
-                self.checked.tokenizer,
-                self.prompt,
-                settings.sample_tokens,
-                Sampling(seed=settings.seed),
-                max_seq=self.checked.seq_length,
-            )
+            tokenizer, how, max_seq = self.checked.tokenizer, Sampling(seed=settings.seed), self.checked.seq_length
+            self.generated = sample(self.model, tokenizer, self.prompt, settings.sample_tokens, how, max_seq=max_seq)
         if settings.export:
             export(self.model, self.built, settings, self.folder / EXPORT)
             self.exported = str(self.folder / EXPORT)

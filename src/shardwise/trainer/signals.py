@@ -22,8 +22,6 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, TextIO
 
-from ..base.errors import ConfigurationError
-
 INTERRUPTED, TERMINATED = 130, 143
 
 # Signals of the launcher to a rank that has to end with this code.
@@ -50,10 +48,9 @@ class _Received:
 
     def interrupt(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
-        if self.interrupted_s is not None and now - self.interrupted_s > ONE_CTRL_C_S:
+        self.interrupted_s = self.interrupted_s or now
+        if now - self.interrupted_s > ONE_CTRL_C_S:
             signal.default_int_handler(number, frame)
-        if self.interrupted_s is None:
-            self.interrupted_s = now
         self.request_stop(INTERRUPTED)
 
 
@@ -83,36 +80,21 @@ class Requests:
     """Requests, read at the end of every step. `folder` is the run folder on the rank that watches it, else None."""
 
     def __init__(self, folder: Path | None) -> None:
-        if folder is not None and not folder.is_dir():
-            raise ConfigurationError(f"no run folder {folder}, in which SAVE and STOP could be found")
         self._folder = folder
         self._checked_s = 0.0
-        self._save = False
 
-    @property
-    def stop(self) -> int | None:
-        """Requested exit code; None: go on."""
-        self._check_files()
-        return _received.stop
-
-    @property
-    def save(self) -> bool:
-        """Return whether a checkpoint is requested, and clear the request."""
-        self._check_files()
-        wanted, self._save = self._save, False
-        return wanted
-
-    def _check_files(self) -> None:
-        now = time.monotonic()
-        if self._folder is None or now - self._checked_s < CHECK_FILES_S:
-            return
-        self._checked_s = now
-        with suppress(OSError):
-            (self._folder / "SAVE").unlink()
-            self._save = True
-        with suppress(OSError):
-            (self._folder / "STOP").unlink()
-            _received.request_stop(INTERRUPTED)
+    def read(self) -> tuple[int | None, bool]:
+        """Return the requested exit code (None: go on), and whether a checkpoint is requested since the last call."""
+        save, now = False, time.monotonic()
+        if self._folder is not None and now - self._checked_s >= CHECK_FILES_S:
+            self._checked_s = now
+            with suppress(OSError):
+                (self._folder / "SAVE").unlink()
+                save = True
+            with suppress(OSError):
+                (self._folder / "STOP").unlink()
+                _received.request_stop(INTERRUPTED)
+        return _received.stop, save
 
 
 class _Terminal(io.FileIO):

@@ -91,12 +91,9 @@ class StepRecords:
     num_timed: int = 0
     _since: float = field(default_factory=time.perf_counter)
     _row_seconds: float = 0.0
-    _row_steps: int = 0
+    # Steps queued since the last row, for the speed: the numbers of steps arrive late, and several at once at the end.
+    num_queued: int = 0
     _has_rows: bool = False
-
-    def count_step(self) -> None:
-        """Count a queued step for the speed: the numbers of steps arrive late, and several at once at the end."""
-        self._row_steps += 1
 
     def add(self, result: StepResult) -> None:
         self.last.append(result)
@@ -124,16 +121,16 @@ class StepRecords:
         }
         if result.step <= self.logging_steps:
             row["first_loss"] = self.first_loss
-        if self._row_steps:  # 0 if the numbers of several steps arrived at once
-            row["tokens_per_s"] = self._row_steps * self.tokens_per_step / max(self._row_seconds, 1e-9)
-            if self.peak_flops is not None:
-                row["mfu"] = row["tokens_per_s"] * self.flops_per_token / self.peak_flops
+        if self.num_queued:  # 0 if the numbers of several steps arrived at once
+            row["tokens_per_s"] = self.num_queued * self.tokens_per_step / max(self._row_seconds, 1e-9)
+            if (mfu := self._mfu_at(row["tokens_per_s"])) is not None:
+                row["mfu"] = mfu
         self.write({**row, **self.memory_row()})
         if self._has_rows:  # the first row of a start includes the warm-up
             self.seconds += self._row_seconds
-            self.num_timed += self._row_steps
+            self.num_timed += self.num_queued
         self._has_rows = True
-        self._row_seconds, self._row_steps = 0.0, 0
+        self._row_seconds, self.num_queued = 0.0, 0
         self.loss_sum, self.num_targets = 0.0, 0
 
     def num_tokens_after(self, step: int) -> int:
@@ -146,9 +143,10 @@ class StepRecords:
 
     @property
     def mfu(self) -> float | None:
-        if self.peak_flops is None or self.tokens_per_s is None:
-            return None
-        return self.tokens_per_s * self.flops_per_token / self.peak_flops
+        return None if self.tokens_per_s is None else self._mfu_at(self.tokens_per_s)
+
+    def _mfu_at(self, tokens_per_s: float) -> float | None:
+        return None if self.peak_flops is None else tokens_per_s * self.flops_per_token / self.peak_flops
 
     def pause(self) -> None:
         """Stop the clock of training, for a save or an evaluation."""
