@@ -210,7 +210,7 @@ BAD: dict[str, tuple[int, str]] = {
     "--resume-from-checkpoint nowhere": (5, "resume_from_checkpoint nowhere"),
     "--output-dir half --resume-from-checkpoint latest": (5, "holds no complete checkpoint"),
     "--model 50m --shape layers=x": (2, "layers"),
-    "--nnodes 2": (2, "no place to meet"),
+    "--nnodes 2": (2, "give every machine the same --rdzv-endpoint"),
     "--report-to wandbb": (2, "wandbb"),
     "--device cuda": (2, "torch sees no GPU"),
 }

@@ -10,7 +10,7 @@ from shardwise.core.schedule.units import find_units
 from shardwise.planner.shapes.names import IN_TREE, NAMED, PUBLISHED, shape_named, shape_of
 from shardwise.planner.shapes.shape import units_of
 from shardwise.trainer.model import Transformer
-from shardwise.trainer.shapes import PRESETS
+from shardwise.trainer.shapes import PRESETS, TransformerShape
 
 # As the files' headers add up, tied weights once.
 NUM_PARAMS = {
@@ -53,7 +53,7 @@ def test_models_that_were_measured_and_not_published() -> None:
 @pytest.mark.parametrize("name", PRESETS)
 def test_the_trainers_shapes_are_what_it_builds(name: str) -> None:
     with torch.device("meta"):
-        model = Transformer(PRESETS[name].with_vocab(PRESETS[name].vocab))
+        model = Transformer(TransformerShape(vocab=PRESETS[name].vocab, **PRESETS[name].shape))
     assert units_of(IN_TREE[name]) == find_units(model)
     assert set(IN_TREE) == set(PRESETS)
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from shardwise.base.errors import ShardwiseError
+from shardwise.trainer import checks
 from shardwise.trainer import rank_watcher as watch
 from shardwise.trainer.launcher import launch
 from shardwise.trainer.settings import Settings, settings_from_json
@@ -214,12 +215,13 @@ def main() -> int:
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
     if os.isatty(0):
         os.close(os.open(os.ttyname(0), os.O_RDWR))  # the first one that a session's leader opens becomes its terminal
+    checks.look_ahead = lambda *_: None
     watch.AFTER_A_DEATH_S = watch.AFTER_A_REFUSAL_S = watch.STOPPED_S = 1.0
     given = {name: json.loads(value) for name, _, value in (word.partition("=") for word in words)}
     settings = Settings(**{"output_dir": folder, "device": "cpu", **given})
     try:
         origin = dict.fromkeys(given, "flag")
-        return launch(settings, origin, entry=f"tests.support.launching:{entry}", check=lambda *_: None)
+        return launch(settings, origin, entry=f"tests.support.launching:{entry}")
     except ShardwiseError as error:
         print(error, file=sys.stderr)
         return 2

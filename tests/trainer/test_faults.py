@@ -1,6 +1,7 @@
 """Faults of a run with real processes: ranks that hang, launchers that are killed, and strangers at their ports."""
 
 import base64
+import hashlib
 import json
 import multiprocessing
 import os
@@ -18,9 +19,9 @@ from torch.distributed import TCPStore
 
 from shardwise.base.errors import ConfigurationError
 from shardwise.base.processes import temporary_folder
-from shardwise.trainer.agent import random_id, shared_key
+from shardwise.trainer import run as run_module
+from shardwise.trainer.agent import shared_key
 from shardwise.trainer.run import run_rank
-from shardwise.trainer.run_folder import require_still_there
 from shardwise.trainer.run_state import Run
 from tests.harness import Pool
 from tests.support.running import settings_for
@@ -82,7 +83,7 @@ def test_several_machines_read_nothing_that_is_not_signed(tmp_path: Path) -> Non
         assert listening == {"127.0.0.1"}, "the address that was given, and no other"
         key = shared_key(tmp_path / "logs")
         assert key.stat().st_mode & 0o777 == 0o600
-        plant("127.0.0.1", port, random_id(key), bomb)
+        plant("127.0.0.1", port, hashlib.sha256(key.read_bytes()).hexdigest()[:16], bomb)
         out, err = process.communicate(timeout=DEADLINE_S)
     assert process.returncode == 2, out
     assert f"not signed with {key}" in err
@@ -179,7 +180,9 @@ def moved_under(settings: str) -> int:
         Run.show = show  # type: ignore[method-assign]
 
 
-def test_a_run_folder_that_is_moved_is_one_sentence(run_ranks: Pool, tmp_path: Path) -> None:
+def test_a_run_folder_that_is_moved_is_one_sentence(
+    run_ranks: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = tmp_path / "run"
     (error,) = run_ranks.errors(1, moved_under, settings_for(folder).to_json())
     assert error is not None
@@ -187,8 +190,9 @@ def test_a_run_folder_that_is_moved_is_one_sentence(run_ranks: Pool, tmp_path: P
     assert (
         f"{folder} was moved or removed under the run: move it back, then continue with --output-dir {folder}" in error
     )
+    monkeypatch.setattr(run_module, "has_launcher", lambda: True)
     with pytest.raises(ConfigurationError, match="moved or removed"):
-        require_still_there(folder)
+        run_module._chosen(settings_for(folder), num_restarts=1)
 
 
 @pytest.mark.slow

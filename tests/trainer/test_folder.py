@@ -57,7 +57,7 @@ def test_a_folder_that_holds_another_run_is_refused(here: Path) -> None:
 
 def test_a_file_is_no_folder(here: Path) -> None:
     (here / "mine").write_text("")
-    with pytest.raises(ConfigurationError, match="is a file"):
+    with pytest.raises(ConfigurationError, match="mine is no folder"):
         choose(Settings(output_dir="mine"))
 
 
@@ -67,7 +67,7 @@ def test_what_is_in_the_way_is_named_before_a_run(here: Path, name: str, resume:
     """A folder's name ends in a slash."""
     (here / "mine").mkdir()
     (here / "mine" / name).mkdir() if name.endswith("/") else (here / "mine" / name).write_text("")
-    with pytest.raises(ConfigurationError, match=f"mine: its {name.removesuffix('/')} is no (file|folder); move it"):
+    with pytest.raises(ConfigurationError, match=f"mine: mine/{name.removesuffix('/')} is no (file|folder); move it"):
         choose(Settings(output_dir="mine", resume_from_checkpoint=resume))
 
 

@@ -17,7 +17,7 @@ import pytest
 
 from shardwise.base.errors import ConfigurationError
 from shardwise.core import mesh
-from shardwise.trainer import cluster, rank_watcher, signals
+from shardwise.trainer import checks, cluster, rank_watcher, signals
 from shardwise.trainer import launcher as launching
 from shardwise.trainer.agent import gravest
 from shardwise.trainer.launcher import launch
@@ -255,7 +255,8 @@ def test_ctrl_c_before_there_are_ranks(monkeypatch: pytest.MonkeyPatch, tmp_path
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
-    assert launch(Settings(output_dir=str(tmp_path), device="cpu"), {}, check=interrupted) == 130
+    monkeypatch.setattr(checks, "look_ahead", interrupted)
+    assert launch(Settings(output_dir=str(tmp_path), device="cpu"), {}) == 130
 
 
 @pytest.mark.slow
@@ -394,9 +395,10 @@ def test_what_cannot_be_launched_is_refused(
             monkeypatch.delenv(name)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
+    monkeypatch.setattr(checks, "look_ahead", lambda *_: None)
     settings = Settings(**{"output_dir": str(tmp_path), "device": "cpu", **given})  # type: ignore[arg-type]
     with pytest.raises(ConfigurationError) as refused:
-        launch(settings, dict.fromkeys(given, "flag"), check=lambda *_: None)
+        launch(settings, dict.fromkeys(given, "flag"))
     assert all(word in str(refused.value) for word in words), refused.value
 
 

@@ -12,8 +12,10 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from shardwise.api.memory_report import Memory
 from shardwise.base.errors import ConfigurationError
 from shardwise.core.schedule.state_bytes import StateBytes
-from shardwise.trainer import metrics
-from shardwise.trainer.metrics import Metrics, check_reporters, memory_row
+from shardwise.trainer import checks
+from shardwise.trainer.checks import check_all
+from shardwise.trainer.metrics import Metrics, memory_row
+from shardwise.trainer.settings import Settings
 
 
 def rows(folder: Path) -> list[dict[str, Any]]:
@@ -67,11 +69,13 @@ def test_a_fresh_folder_has_nothing_to_forget(tmp_path: Path) -> None:
 
 
 def test_a_reporter_that_is_not_installed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    check_reporters(("tensorboard", "wandb"))
-    monkeypatch.setattr(metrics, "find_spec", lambda name: None)
-    check_reporters(())
+    check_all(Settings(report_to=("tensorboard", "wandb")), 1)
+    monkeypatch.setattr(checks, "find_spec", lambda name: None)
+    check_all(Settings(), 1)
     with pytest.raises(ConfigurationError, match=r"wandb is not installed; pip install 'shardwise\[wandb\]'"):
-        check_reporters(("wandb",))
+        check_all(Settings(report_to=("wandb",)), 1)
+    with pytest.raises(ConfigurationError, match=r"torchao is not installed; pip install 'shardwise\[eight-bit\]'"):
+        check_all(Settings(optimizer="adamw8bit"), 1)
 
 
 def test_tensorboard_forgets_what_a_resumed_run_does_again(tmp_path: Path) -> None:

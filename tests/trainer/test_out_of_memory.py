@@ -119,7 +119,7 @@ def test_it_is_told_in_words_and_again_by_doctor(
     said = capsys.readouterr().err
     assert said.startswith("shardwise: does not fit: CUDA out of memory, 1.61 GB more were asked for\n")
     assert "rank 0, the backward of blocks.2, step 1; planned at most" in said
-    for words in ("planned ", "seen ", "largest ", "to blame    activations: ", "x the time"):
+    for words in ("predicted ", "measured ", "largest ", "to blame    activations: ", "x the time"):
         assert words in said
     assert max(len(line) for line in said.splitlines()) <= 100
     answer = ask("doctor", "oom", tmp_path)

@@ -168,12 +168,12 @@ def test_fixes_are_planned_and_those_that_fit_come_first(tmp_path: Path) -> None
     settings = settings_for(
         tmp_path, shape=LARGE, seq_length=1024, global_batch_size=8, strategy="ddp", precision="bf16"
     )
-    whole = plan_before(drafted(settings), settings)
+    whole = plan_before(drafted(settings))
     assert whole is not None
     needed = whole.entry.needed_bytes
     # A little less than it needs, much less, and far too little.
     for share, expected in ((0.95, True), (0.6, True), (0.1, False)):
-        plan = plan_before(drafted(settings, round(needed * share)), settings)
+        plan = plan_before(drafted(settings, round(needed * share)))
         assert plan is not None
         found = remedies(plan)
         assert any(fix.fits for fix in found) == expected

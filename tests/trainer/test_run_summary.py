@@ -172,7 +172,7 @@ def test_the_summary_sets_the_planned_peak_beside_the_seen_one() -> None:
     planned = started(planned=plan(36_400_000, peak_bytes=63_800_000), held=held)
     rows = [line.split() for line in summary(planned).splitlines()]
     assert ["memory", "params", "grads", "optimizer", "buffers", "activations", "peak"] in rows
-    seen = next(row for row in rows if row[:1] == ["planned"])
+    seen = next(row for row in rows if row[:1] == ["predicted"])
     assert seen[-4:] == ["36.4", "MB", "63.8", "MB"]
 
 
@@ -259,8 +259,8 @@ def test_the_summary_has_host_and_disk() -> None:
     )
     rows = [line.split() for line in summary(there).splitlines()]
     assert next(row for row in rows if row[:1] == ["memory"])[-2:] == ["host", "disk"]
-    assert next(row for row in rows if row[:1] == ["planned"])[-4:] == ["96.0", "MB", "48.0", "MB"]
-    assert next(row for row in rows if row[:1] == ["seen"])[-4:] == ["95.0", "MB", "48.0", "MB"]
+    assert next(row for row in rows if row[:1] == ["predicted"])[-4:] == ["96.0", "MB", "48.0", "MB"]
+    assert next(row for row in rows if row[:1] == ["measured"])[-4:] == ["95.0", "MB", "48.0", "MB"]
 
 
 def test_summary() -> None:
@@ -274,8 +274,8 @@ done: 200 steps of 200, 410k tokens in 0:42
   checkpoint  runs/tiny/checkpoints/step-000200
   export      runs/tiny/export
   memory       params    grads  optimizer  buffers  process
-    planned   6.85 MB  6.85 MB    13.7 MB      0 B        -
-    seen      6.85 MB  6.85 MB    13.7 MB  1.23 kB   512 MB
+    predicted 6.85 MB  6.85 MB    13.7 MB      0 B        -
+    measured  6.85 MB  6.85 MB    13.7 MB  1.23 kB   512 MB
 
   | The value of the object.
   | The end"""
@@ -291,8 +291,8 @@ def test_summary_of_a_run_that_was_stopped() -> None:
     assert not any("loss" in line for line in lines)
     assert "  speed       9,752 tokens/s, MFU 42.1%" in lines
     assert "  memory       params    grads  optimizer  buffers  activations    peak" in lines
-    assert "    planned   6.85 MB  6.85 MB    13.7 MB      0 B            -       -" in lines
-    assert "    seen      6.85 MB  6.85 MB    13.7 MB  1.23 kB      7.00 GB  512 MB" in lines
+    assert "    predicted 6.85 MB  6.85 MB    13.7 MB      0 B            -       -" in lines
+    assert "    measured  6.85 MB  6.85 MB    13.7 MB  1.23 kB      7.00 GB  512 MB" in lines
     assert not any("export" in line for line in lines)
 
 
@@ -330,4 +330,4 @@ def test_words_stay_whole_on_a_narrow_terminal(columns: int, monkeypatch: pytest
     shown = "\n".join([banner(START), summary(end)])
     assert max(len(line) for line in shown.splitlines() if "/" not in line) <= columns
     assert set(shown.split()) == set(whole.split())
-    assert shown.count("  planned ") == (2 if columns == 60 else 1)
+    assert shown.count("  predicted ") == (2 if columns == 60 else 1)

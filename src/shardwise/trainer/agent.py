@@ -18,23 +18,15 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
 from torch._C._distributed_c10d import Store
+from torch.distributed.elastic import rendezvous
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.elastic.rendezvous import (
-    RendezvousError,
-    RendezvousHandler,
-    RendezvousInfo,
-    RendezvousParameters,
-    RendezvousStateError,
-    RendezvousStoreInfo,
-    rendezvous_handler_registry,
-)
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend, create_backend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousBackend, Token, create_handler
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
@@ -63,15 +55,6 @@ def run_agent(settings: Settings, num_ranks_here: int, task: Task) -> int:
     host = socket.gethostname()
     min_nodes, max_nodes = num_nodes(settings.nnodes)
 
-    def on_start(folder: Path, num_starts: int) -> None:
-        if num_starts > 1:
-            ranks = [*watcher.ranks.values()]
-            why = "other machines joined or left"
-            if any(rank.note.has_raised or rank.status for rank in ranks):
-                why = first_failure(ranks, {}, host)
-            say(f"{why}\nstarting again, from the last checkpoint")
-        watcher.watch(folder)
-
     meeting: dict[str, Any] = {"rdzv_backend": ALONE, "run_id": uuid4().hex}
     if max_nodes > 1:
         meeting = _meeting(settings, Path(task.logs))
@@ -81,7 +64,7 @@ def run_agent(settings: Settings, num_ranks_here: int, task: Task) -> int:
             min_nodes=min_nodes,
             max_nodes=max_nodes,
             nproc_per_node=num_ranks_here,
-            logs_specs=_Notes(folder, on_start),
+            logs_specs=_Starts(folder, watcher, host),
             max_restarts=settings.max_restarts,
             monitor_interval=0.1,
             start_method="spawn",
@@ -106,7 +89,7 @@ def run_agent(settings: Settings, num_ranks_here: int, task: Task) -> int:
             if max_nodes > 1:
                 say("this is the first failure on this machine; another machine may have failed before it")
             return 1
-        except RendezvousError as error:
+        except rendezvous.RendezvousError as error:
             raise WireError(
                 f"no meeting with the other machines at {config.rdzv_endpoint} (id {config.run_id}): {error}; every "
                 "machine needs the same --rdzv-endpoint, --rdzv-id, --nnodes and --output-dir, and a way to that port"
@@ -124,15 +107,15 @@ def say(text: str) -> None:
         print(f"shardwise: {text}", file=sys.stderr, flush=True)
 
 
-class _Notes(LogsSpecs):
-    """Tells the agent, before each start, where ranks write their output.
+class _Starts(LogsSpecs):
+    """The agent calls it before each start of the ranks, and asks where they write their output.
 
     Ranks open their logs themselves (see `rank`): the agent would open a file twice, for each stream, and empty it.
     """
 
-    def __init__(self, folder: Path, on_start: Callable[[Path, int], None]) -> None:
+    def __init__(self, folder: Path, watcher: RankWatcher, host: str) -> None:
         super().__init__()
-        self._folder, self._on_start, self._num_starts = folder, on_start, 0
+        self._folder, self._watcher, self._host, self._num_starts = folder, watcher, host, 0
 
     @property
     def root_log_dir(self) -> str:
@@ -142,7 +125,12 @@ class _Notes(LogsSpecs):
         self._num_starts += 1
         folder = self._folder / f"start-{self._num_starts}"
         folder.mkdir()
-        self._on_start(folder, self._num_starts)
+        if self._num_starts > 1:
+            ranks = [*self._watcher.ranks.values()]
+            has_failed = any(rank.note.has_raised or rank.status for rank in ranks)
+            why = first_failure(ranks, {}, self._host) if has_failed else "other machines joined or left"
+            say(f"{why}\nstarting again, from the last checkpoint")
+        self._watcher.watch(folder)
         errors = {local_rank: str(folder / f"error-{local_rank}.json") for local_rank in envs}
         for local_rank, file in errors.items():
             envs[local_rank]["TORCHELASTIC_ERROR_FILE"] = file
@@ -163,7 +151,8 @@ def _meeting(settings: Settings, logs: Path) -> dict[str, Any]:
     return {
         "rdzv_backend": SIGNED if settings.rdzv_backend == "c10d" else settings.rdzv_backend,
         "rdzv_endpoint": settings.rdzv_endpoint or "",
-        "run_id": settings.rdzv_id or random_id(key),
+        # The same on every machine with the key, which it does not reveal.
+        "run_id": settings.rdzv_id or hashlib.sha256(key.read_bytes()).hexdigest()[:16],
         "rdzv_configs": configs,
     }
 
@@ -177,33 +166,26 @@ def shared_key(folder: Path) -> Path:
             made.write(secrets.token_hex(KEY_CHARS // 2))
     except FileExistsError:
         end_s = time.monotonic() + KEY_S
-        while len(file.read_bytes()) != KEY_CHARS:
+        while (num_chars := len(file.read_bytes())) != KEY_CHARS:
             if time.monotonic() > end_s:
-                raise ConfigurationError(
-                    f"{file} is no key: {KEY_CHARS} characters are expected, {len(file.read_bytes())} are there; "
-                    "remove it while no machine of this run is up"
-                ) from None
+                wrong = f"{file} is no key: {KEY_CHARS} characters are expected, {num_chars} are there"
+                raise ConfigurationError(f"{wrong}; remove it while no machine of this run is up") from None
             time.sleep(0.1)
     return file
-
-
-def random_id(key: Path) -> str:
-    """Return an id that is the same on every machine with the key, and does not reveal it."""
-    return hashlib.sha256(key.read_bytes()).hexdigest()[:16]
 
 
 class _Alone(StaticTCPRendezvous):
     """One machine: each start of its ranks gets a new store, without the addresses of those before."""
 
-    def __init__(self, params: RendezvousParameters) -> None:
+    def __init__(self, params: rendezvous.RendezvousParameters) -> None:
         super().__init__(loopback.ADDRESS, 0, 0, 1, params.run_id, MEETING_S)
 
     def get_backend(self) -> str:
         return ALONE
 
-    def next_rendezvous(self) -> RendezvousInfo:
+    def next_rendezvous(self) -> rendezvous.RendezvousInfo:
         store = loopback.store_at(loopback.ADDRESS)
-        return RendezvousInfo(store, 0, 1, RendezvousStoreInfo(store.host, store.port))
+        return rendezvous.RendezvousInfo(store, 0, 1, rendezvous.RendezvousStoreInfo(store.host, store.port))
 
 
 class _Signed(RendezvousBackend):
@@ -230,13 +212,13 @@ class _Signed(RendezvousBackend):
     def _verified(self, signed: bytes) -> bytes:
         signature, state = signed[:SIGNATURE_BYTES], signed[SIGNATURE_BYTES:]
         if not hmac.compare_digest(signature, self._sign(state)):
-            raise RendezvousStateError(
+            raise rendezvous.RendezvousStateError(
                 f"a state is not signed with {self._file}: that folder differs between machines, or others use the port"
             )
         return state
 
 
-def _signed(params: RendezvousParameters) -> RendezvousHandler:
+def _signed(params: rendezvous.RendezvousParameters) -> rendezvous.RendezvousHandler:
     """Make a handler. If the endpoint is an address of this machine, its store listens only there."""
     host, port = parse_rendezvous_endpoint(params.endpoint, default_port=29400)
     store: Store
@@ -252,5 +234,5 @@ def _signed(params: RendezvousParameters) -> RendezvousHandler:
     return create_handler(store, _Signed(backend, Path(params.config["key"])), params)
 
 
-rendezvous_handler_registry.register(ALONE, _Alone)
-rendezvous_handler_registry.register(SIGNED, _signed)
+rendezvous.rendezvous_handler_registry.register(ALONE, _Alone)
+rendezvous.rendezvous_handler_registry.register(SIGNED, _signed)

@@ -5,6 +5,7 @@ import shutil
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -15,13 +16,11 @@ from ..core.mesh import require_nodes
 from .data.prepare import prepare
 from .data.samples import Samples, open_samples
 from .data.tokenizer import Tokenizer, tokenizer_for
-from .metrics import check_reporters
 from .models.build import build
 from .models.facts import ModelFacts, check, require_vocabulary
 from .models.restore import is_model
 from .models.weights import names_of
 from .offload import check_strategy, offload_of
-from .optimizers import check_optimizer
 from .run_folder import AUTO as AUTO_RESUME
 from .run_folder import DATA, LATEST, run_folder, writing_to
 from .settings import Batching, Settings, batching_of
@@ -108,8 +107,12 @@ def check_all(settings: Settings, num_ranks: int) -> Checked:
         raise ConfigurationError(f"offload: {folder} is not a folder: make it, or name one that is there")
     if settings.node_size is not None:
         require_nodes(num_ranks, settings.node_size)
-    check_reporters(settings.report_to)
-    check_optimizer(settings)
+    needed: list[tuple[str, str, str]] = [("report_to", word, word) for word in settings.report_to]
+    if settings.optimizer == "adamw8bit":
+        needed.append(("optimizer adamw8bit", "torchao", "eight-bit"))
+    for setting, module, extra in needed:
+        if find_spec(module) is None:
+            raise ConfigurationError(f"{setting}: {module} is not installed; pip install 'shardwise[{extra}]'")
     batching = batching_of(settings, num_ranks)
     facts = check(settings)
     if facts.folder is not None and not settings.train_file and settings.dataset is None:

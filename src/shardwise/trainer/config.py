@@ -47,7 +47,7 @@ RIVALS = {
     "max_steps": ("num_train_epochs",),
     "global_batch_size": ("per_device_train_batch_size", "gradient_accumulation_steps"),
 }
-# Pairs of settings with one meaning. A stronger source replaces both.
+# Pairs of settings with one meaning.
 EITHER = (("max_steps", "num_train_epochs"), ("train_file", "dataset"))
 # Kubernetes sets variables for every service of a namespace, and one may be called shardwise.
 FROM_KUBERNETES = re.compile(r"_(SERVICE_HOST|SERVICE_PORT|PORT)(_|$)")
@@ -84,16 +84,29 @@ def resolve(
     named, such as that of a resumed run. `others` are settings from configurations of other libraries, by origin; our
     own file is stronger.
     """
-    text = [] if file is None else _from_yaml(file[1], file[0])
-    own = [*_from_flags(flags), *_from_words(words)]
-    foreign = [Given(key, value, name) for name, found in others.items() for key, value in found.items()]
-    if any(entry.key == "precision" for entry in own):  # the reduce dtype of another library belongs to its precision
-        foreign = [entry for entry in foreign if entry.key != "reduce_dtype"]
-    given = _strongest([*own, *foreign, *text, *_from_environment(environment)])
+    files = files_in(words)
+    if len(files) > 1:
+        raise ConfigurationError(f"{files[0]} and {files[1]}: give one file, and what differs from it as key=value")
+    own = [[*_from_flags(flags), *_from_overrides(word for word in words if word not in files)]]
+    own += [[*_from_file(name)] for name in files]
+    foreign = [[Given(key, value, name) for key, value in found.items()] for name, found in others.items()]
+    if _has("precision", own):  # the reduce dtype of another library belongs to its precision
+        foreign = [[entry for entry in source if entry.key != "reduce_dtype"] for source in foreign]
+    earlier = [] if file is None else [*_from_yaml(file[1], file[0])]
+    given: list[Given] = []
+    for source in [*own, *foreign, earlier, _from_environment(environment)]:
+        # A stronger source that gives one of a pair replaces both. Both in one source are refused later.
+        stronger = {entry.key for entry in given if entry.value}
+        replaced = {key for pair in EITHER if stronger & {*pair} for key in pair} - stronger
+        given += [entry for entry in source if entry.key not in replaced]
     values, origins = _merged(given)
     values, origins = _merged([*given, *_from_preset(values)])
-    goes_on = file is not None and not any(entry.key == "offload" for entry in (*own, *foreign))
+    goes_on = file is not None and not _has("offload", [*own, *foreign])
     return Resolved(_typed(values, origins, goes_on), {key: "; ".join(origins.get(key, ["default"])) for key in FIELDS})
+
+
+def _has(key: str, sources: list[list[Given]]) -> bool:
+    return any(entry.key == key for source in sources for entry in source)
 
 
 def explain(resolved: Resolved) -> str:
@@ -116,7 +129,7 @@ def schema() -> dict[str, Any]:
     """Return the JSON schema of a configuration file, for editors and programs."""
     found = _adapter().json_schema()
     found |= {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "shardwise train"}
-    limits = {"minimum": "least", "maximum": "most", "exclusiveMaximum": "below"}
+    limits = {"minimum": "least", "maximum": "most", "exclusiveMinimum": "above", "exclusiveMaximum": "below"}
     size = {"type": "integer", "minimum": 1}
     sizes = {part: {"type": "boolean"} if part == "tied" else size for part in PARTS["shape"]}
     for key, entry in FIELDS.items():
@@ -154,20 +167,16 @@ def files_in(words: Sequence[str]) -> list[str]:
     return [word for word in words if not re.match(r"(strategy\.[^=]+|[\w.-]+)=", word)]
 
 
-def _from_words(words: Sequence[str]) -> Iterator[Given]:
-    files = files_in(words)
-    if len(files) > 1:
-        raise ConfigurationError(f"{files[0]} and {files[1]}: give one file, and what differs from it as key=value")
-    # The last one wins; parts keep their order, which matters to a strategy.
+def _from_overrides(words: Iterable[str]) -> list[Given]:
+    """Return one row per key. The last one wins; parts keep their order, which matters to a strategy."""
     latest: dict[str, Any] = {}
-    for name, _, text in (word.partition("=") for word in words if word not in files):
+    for word in words:
+        name, _, text = word.partition("=")
         given = _given(name, text, "override")
         before = latest.get(given.key)
         adds = isinstance(given.value, dict) and isinstance(before, dict)
         latest[given.key] = before | given.value if adds else given.value
-    yield from (Given(key, value, "override") for key, value in latest.items())
-    for file in files:
-        yield from _from_file(file)
+    return [Given(key, value, "override") for key, value in latest.items()]
 
 
 def _from_file(file: str) -> Iterator[Given]:
@@ -274,33 +283,18 @@ def _parts_in(key: str, text: str, origin: str) -> Any:
         return yaml_tree(text, origin, DEPTH) or {}
     if not PARTS[key]:
         return text
-    pairs = [pair.partition("=") for pair in _listed(text, ",")]
-    for name, equals, _ in pairs:
+    parts = {}
+    for pair in _listed(text, ","):
+        name, equals, part = pair.partition("=")
         if not equals:
             example = "r=16,alpha=32,targets=q_proj+v_proj" if key == "lora" else "layers=8,hidden=256"
             raise ConfigurationError(f"{key}: {name!r} ({origin}) is no key=value; write {example}")
-    return {name.strip(): part.strip() for name, _, part in pairs}
+        parts[name.strip()] = part.strip()
+    return parts
 
 
 def _listed(text: str, separators: str) -> list[str]:
     return [word.strip() for word in re.split(f"[{separators}]", text) if word.strip()]
-
-
-def _strongest(given: list[Given]) -> list[Given]:
-    """Drop settings for which a stronger source gives the other of a pair. Both at once are refused later."""
-    for pair in EITHER:
-        first = next((entry for entry in given if entry.key in pair and entry.value), None)
-        if first is not None:
-            rivals = [entry for entry in given if entry.key in pair and entry.key != first.key]
-            weaker = [entry for entry in rivals if _source(entry) != _source(first)]
-            given = [entry for entry in given if entry not in weaker]
-    return given
-
-
-def _source(entry: Given) -> str:
-    """Return the source: the command line (flags and overrides), a file, the environment, or a program's name."""
-    kind = entry.origin.partition(" ")[0]
-    return "command line" if kind in ("flag", "override") else kind
 
 
 def _merged(given: Iterable[Given]) -> tuple[dict[str, Any], dict[str, list[str]]]:
@@ -313,19 +307,17 @@ def _merged(given: Iterable[Given]) -> tuple[dict[str, Any], dict[str, list[str]
     origins: dict[str, list[str]] = {}
     settled = set()
     for entry in given:
-        if entry.key in settled:
-            continue
-        if not isinstance(entry.value, dict):
+        if entry.key not in settled and isinstance(entry.value, dict):
+            parts = values.setdefault(entry.key, {})
+            new = {name: part for name, part in entry.value.items() if name not in parts}
+            parts.update(new)
+            origins.update({f"{entry.key}.{name}": [entry.origin] for name in new})
+            if new or entry.key not in origins:
+                origins.setdefault(entry.key, []).append(entry.origin)
+        else:
             settled.add(entry.key)
-            if entry.key not in values:
-                values[entry.key], origins[entry.key] = entry.value, [entry.origin]
-            continue
-        parts = values.setdefault(entry.key, {})
-        new = {name: part for name, part in entry.value.items() if name not in parts}
-        parts.update(new)
-        origins.update({f"{entry.key}.{name}": [entry.origin] for name in new})
-        if new or entry.key not in origins:
-            origins.setdefault(entry.key, []).append(entry.origin)
+            values.setdefault(entry.key, entry.value)
+            origins.setdefault(entry.key, [entry.origin])
     return values, origins
 
 
@@ -348,9 +340,9 @@ def _typed(values: dict[str, Any], origins: Mapping[str, list[str]], goes_on: bo
     except pydantic.ValidationError as error:
         first = error.errors(include_url=False)[0]
         refused = first.get("ctx", {}).get("error")
-        if not isinstance(refused, ConfigurationError):
-            raise _wrong(first["loc"], first["input"], origins) from None
-        raise _with_origins(refused, origins) from None
+        if isinstance(refused, ConfigurationError):
+            raise _with_origins(refused, origins) from None
+        raise _wrong(first["loc"], first["input"], origins) from None
     except ConfigurationError as error:
         raise _with_origins(error, origins) from None
     for name, part in settings.shape.items():  # pydantic takes "yes" for 1
@@ -380,10 +372,8 @@ def _wrong(place: tuple[Any, ...], value: Any, origins: Mapping[str, list[str]])
 def _with_origins(error: ConfigurationError, origins: Mapping[str, list[str]]) -> ConfigurationError:
     """Return the same error with the origins of the keys that it names."""
     named = [path for path in origins if re.search(rf"(?<![\w.]){re.escape(path)}(?![\w.]\w)", str(error))]
-    where = {path: "; ".join(origins[path]) for path in named}
-    if len(where) < 2:
-        return ConfigurationError(f"{error}{''.join(f' ({origin})' for origin in where.values())}")
-    return ConfigurationError(f"{error} ({', '.join(f'{path}: {origin}' for path, origin in where.items())})")
+    where = [(f"{path}: " if len(named) > 1 else "") + "; ".join(origins[path]) for path in named]
+    return ConfigurationError(f"{error} ({', '.join(where)})" if where else str(error))
 
 
 def _choices(kind: Any) -> tuple[str, ...]:

@@ -7,7 +7,7 @@ elastic agent runs in it and starts the ranks of this machine. The launchers of 
 
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from functools import partial
 
@@ -20,31 +20,24 @@ from .settings import Settings, num_nodes
 ENTRY = "shardwise.trainer.run:run_rank"
 # Settings of this launcher. They are refused if torchrun or srun has started the ranks.
 LAUNCH_SETTINGS = ("nnodes", "node_rank", "rdzv_backend", "rdzv_endpoint", "rdzv_id", "max_restarts", "nproc_per_node")
-Check = Callable[[Settings, int], None]
 
 
-def _check(settings: Settings, num_ranks: int) -> None:
-    from .checks import look_ahead  # imports torch, which must not happen in a rank before its threads are set
-
-    look_ahead(settings, num_ranks, partial(print, flush=True))
-
-
-def launch(settings: Settings, origin: Mapping[str, str], entry: str = ENTRY, check: Check = _check) -> int:
+def launch(settings: Settings, origin: Mapping[str, str], entry: str = ENTRY) -> int:
     """Run the training, as a launcher or as a rank, and return the exit code. `origin`: the source of each setting.
 
-    Each rank runs `entry`, a MODULE:FUNCTION. Before any rank is started, `check(settings, num_ranks)` is called.
+    Each rank runs `entry`, a MODULE:FUNCTION.
     """
     try:
         if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
             return _run_as_rank(settings, origin, entry, {})
         if cluster.is_rank(os.environ):
             return _run_as_rank(settings, origin, entry, cluster.rank_variables(os.environ))
-        return _start_ranks(settings, origin, entry, check)
+        return _start_ranks(settings, origin, entry)
     except KeyboardInterrupt:  # before ranks were started, or a second Ctrl-C in a rank
         return signals.INTERRUPTED
 
 
-def _start_ranks(settings: Settings, origin: Mapping[str, str], entry: str, check: Check) -> int:
+def _start_ranks(settings: Settings, origin: Mapping[str, str], entry: str) -> int:
     if int(size := os.environ.get("OMPI_COMM_WORLD_SIZE", "1")) > 1:
         raise ConfigurationError(
             f"mpirun has started {size} processes (OMPI_COMM_WORLD_SIZE), and each would start ranks of its own: use "
@@ -58,7 +51,9 @@ def _start_ranks(settings: Settings, origin: Mapping[str, str], entry: str, chec
     # others may have created the folder already. At each start, rank 0 chooses the checkpoint to resume from.
     folder = run_folder(choose(settings) if max_nodes == 1 else settings).expanduser()
     settings = replace(settings, output_dir=str(folder))
-    check(settings, num_ranks * min_nodes)
+    from .checks import look_ahead  # imports torch, which must not happen in a rank before its threads are set
+
+    look_ahead(settings, num_ranks * min_nodes, partial(print, flush=True))
     logs = folder.absolute() / LOGS
     with writing_to(folder):
         logs.mkdir(parents=True, exist_ok=True)

@@ -10,7 +10,6 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
 from uuid import uuid4
@@ -45,13 +44,6 @@ _EVALUATION: dict[str, Callable[[float], str]] = {
 _MEMORY = ("now", "peak", "planned", "host", "disk")
 
 
-def check_reporters(report_to: Sequence[str]) -> None:
-    """Refuse trackers that are not installed, before anything has started."""
-    for word in report_to:
-        if find_spec(word) is None:
-            raise ConfigurationError(f"report_to: {word} is not installed; pip install 'shardwise[{word}]'")
-
-
 def memory_row(memory: Memory, planned_peak: int | None = None) -> dict[str, int]:
     """Return bytes by class as keys of a row: memory_params, ..., memory_now, memory_peak, memory_host, memory_disk.
 
@@ -81,10 +73,7 @@ class Reporter(Protocol):
 class Metrics:
     def __init__(self, folder: Path, report_to: Sequence[str], config: Mapping[str, Any], is_writer: bool) -> None:
         self._file = folder / METRICS if is_writer else None
-        self._reporters: list[Reporter] = []
-        if is_writer:
-            check_reporters(report_to)
-            self._reporters = [_REPORTERS[word](folder, config) for word in report_to]
+        self._reporters = [_REPORTERS[word](folder, config) for word in report_to if is_writer]
 
     def log(self, row: Row) -> None:
         """Append a row. It must have a `step`; `time`, in seconds since 1970, is added if it is missing."""

@@ -75,6 +75,11 @@ def _read(word: str) -> tuple[str, str]:
     return f"{what}={place}" + (f":{part}" if part else ""), folder
 
 
+def strategy_of(settings: Settings) -> Named:
+    """Return the requested strategy, with offload and wire."""
+    return offload_of(settings.offload, settings.wire).applied_to(settings.strategy)
+
+
 def is_auto(strategy: Named) -> bool:
     return isinstance(strategy, str) and strategy.lower().partition("+")[0] == AUTO
 
@@ -101,11 +106,10 @@ def check_strategy(strategy: Named, words: Sequence[str], wire: Sequence[str] = 
 
 def without_unused_folder(settings: Settings) -> Settings:
     """Remove the folder for the disk if the strategy puts nothing there."""
-    words = tuple(word for word in settings.offload if "=" in word)
-    asked = offload_of(words, settings.wire).applied_to(settings.strategy)
-    if is_auto(asked) or any(layout.uses_disk for layout in _layouts(asked).values()):
-        return settings
-    return replace(settings, offload=words)
+    without = replace(settings, offload=tuple(word for word in settings.offload if "=" in word))
+    strategy = strategy_of(without)
+    uses_disk = is_auto(strategy) or any(layout.uses_disk for layout in _layouts(strategy).values())
+    return settings if uses_disk else without
 
 
 def updates_early(settings: Settings) -> bool:
@@ -113,8 +117,7 @@ def updates_early(settings: Settings) -> bool:
     that depends on all gradients. The choice of `auto` is not known here."""
     if settings.max_grad_norm or settings.precision == "fp16" or settings.skip_nonfinite:
         return False
-    layouts = _layouts(offload_of(settings.offload, settings.wire).applied_to(settings.strategy))
-    return any(layout.optimizer_on != "device" for layout in layouts.values())
+    return any(layout.optimizer_on != "device" for layout in _layouts(strategy_of(settings)).values())
 
 
 def _layouts(asked: Named) -> dict[str, Layout]:

@@ -8,13 +8,11 @@ would reach its end two steps after the last one.
 
 import math
 from importlib import import_module
-from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..base.errors import ConfigurationError
 from .settings import DEEPSPEED_SCHEDULES, Settings
 
 
@@ -30,15 +28,8 @@ def optimizer_for(model: nn.Module, settings: Settings) -> torch.optim.Optimizer
     adam: dict[str, Any] = {"lr": settings.learning_rate, "betas": betas, "eps": settings.adam_epsilon}
     if settings.optimizer == "adamw":
         return torch.optim.AdamW(groups, **adam, fused=True)
-    check_optimizer(settings)
     made: torch.optim.Optimizer = import_module("torchao.optim").AdamW8bit(groups, **adam)
     return made
-
-
-def check_optimizer(settings: Settings) -> None:
-    """Refuse an optimizer that is not installed."""
-    if settings.optimizer == "adamw8bit" and find_spec("torchao") is None:
-        raise ConfigurationError("optimizer adamw8bit needs torchao: pip install 'shardwise[eight-bit]'")
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:

@@ -101,21 +101,23 @@ def explain(error: BaseException, context: FailureContext) -> MemoryExceededErro
 
 
 def _report(error: BaseException, context: FailureContext) -> dict[str, Any]:
-    planned, engine = context.planned, None if context.model is None else find_engine(context.model)
+    planned, model = context.planned, context.model
+    engine = None if model is None else find_engine(model)
+    held = None if model is None or engine is None else memory(model, context.optimizer)
     instant = _instant(error.__traceback__, context, engine)
-    held = None if context.model is None or engine is None else memory(context.model, context.optimizer)
     expected = _expected(planned, instant)
     pool = allocator_pool()
     requested = re.search(r"[Tt]ried to allocate ([\d.]+) (\w+)", str(error))
     asked_bytes = round(float(requested[1]) * _UNITS.get(requested[2], 0)) if requested else 0
-    room = None
+    room, changes = None, []
     if pool is not None:
         # Memory that was used beyond the plan will be used after any change, too.
         room = pool.limit - max(pool.allocated + asked_bytes - sum(expected.values()), 0)
-    changes = [] if planned is None else remedies(planned, room)
-    if pool is not None and pool.unused > FRAGMENTED_SHARE * pool.limit and not pool.grows:
-        words = "PYTORCH_ALLOC_CONF=expandable_segments:True in the environment"
-        changes.insert(0, Remedy(words, pool.unused, 1.0, None))
+        if pool.unused > FRAGMENTED_SHARE * pool.limit and not pool.grows:
+            words = "PYTORCH_ALLOC_CONF=expandable_segments:True in the environment"
+            changes.append(Remedy(words, pool.unused, 1.0, None))
+    if planned is not None:
+        changes += remedies(planned, room)
     report: dict[str, Any] = {
         "time": time.time(),
         "rank": context.rank,
@@ -158,17 +160,21 @@ def _instant(trace: TracebackType | None, context: FailureContext, engine: Engin
         return f"forward {within[-1]}"
     # A module without a unit of its own: before the first unit, or after the last.
     order = {id(module): place for place, module in enumerate(context.model.modules())} if context.model else {}
-    last = max(order.get(id(engine.units[engine.schedule.leaves[-1]].module), 0), 0)
+    last = order.get(id(engine.units[engine.schedule.leaves[-1]].module), 0)
     return "forward loss" if order.get(id(modules[-1]), 0) > last else f"forward {within[-1]}"
 
 
-def _expected(planned: RunPlan | None, instant: str) -> dict[str, int]:
+def _expected(planned: RunPlan | None, name: str) -> dict[str, int]:
+    """Return bytes at the instants of this name, or at the peak, in the classes of `sw.memory`."""
     if planned is None:
         return {}
-    known = {entry.name for entry in planned.entry.memory.instants}
-    found = planned.by_class(instant if instant in known else planned.entry.memory.peak.name)
-    unknown = {"activations"} if planned.note else {"activations", "grads"} if instant == SET_UP else set()
-    return {name: num_bytes for name, num_bytes in found.items() if name not in unknown}
+    named = [instant for instant in planned.entry.memory.instants if instant.name == name]
+    held = max(named, key=lambda instant: instant.total, default=planned.entry.memory.peak).by_class()
+    expected = {name: held[name] for name in ("params", "grads", "optimizer")}
+    expected["buffers"] = held["gathered"] + held["reduce"]
+    expected["activations"] = held["activations"] + held["loss"]
+    unknown = {"activations"} if planned.note else {"activations", "grads"} if name == SET_UP else set()
+    return {name: num_bytes for name, num_bytes in expected.items() if name not in unknown}
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,7 +206,11 @@ def _largest_blocks(engine: Engine | None, optimizer: Any) -> list[dict[str, Any
     """Return the largest blocks of the device, named if possible; equal ones are counted."""
     names: dict[int, tuple[str, int]] = {}  # by the address of a storage: first the engine's, then all others of Python
     with torch._C.DisableTorchFunctionSubclass():
-        for tensor, name in [*_engine_tensors(engine, optimizer), *_python_tensors()]:
+        # By type: isinstance may call code of the object, which would load lazy ones. Fake tensors have no memory.
+        others = [value for value in gc.get_objects() if issubclass(type(value), Tensor)]
+        others = [value for value in others if not issubclass(type(value), FakeTensor)]
+        described = [(value, f"{tuple(value.shape)} {str(value.dtype).removeprefix('torch.')}") for value in others]
+        for tensor, name in [*_engine_tensors(engine, optimizer), *described]:
             if tensor.device.type == device().type:
                 storage = tensor.untyped_storage()
                 with suppress(RuntimeError):  # stand-ins have no address
@@ -244,13 +254,6 @@ def _engine_tensors(engine: Engine | None, optimizer: Any) -> Iterator[tuple[Ten
                 yield value, f"{key} of {unit_of.get(id(param), 'the optimizer')}"
 
 
-def _python_tensors() -> Iterator[tuple[Tensor, str]]:
-    for value in gc.get_objects():
-        # By type: isinstance may call code of the object, which would load lazy ones. Fake tensors have no memory.
-        if issubclass(type(value), Tensor) and not issubclass(type(value), FakeTensor):
-            yield value, f"{tuple(value.shape)} {str(value.dtype).removeprefix('torch.')}"
-
-
 def cause_of(
     held: Memory | None, expected: dict[str, int], pool: AllocatorPool | None, asked_bytes: int, planned: RunPlan | None
 ) -> str:
@@ -261,8 +264,16 @@ def cause_of(
     by_class = {**expected, **measured}
     if not by_class:
         return "not known: nothing was set up yet"
-    if planned is not None and (words := _one_unit(planned, by_class)):
-        return words
+    units = () if planned is None else planned.entry.schedule.units
+    sizes = {unit.name: sum(flat.num_elems for flat in unit.flats) for unit in units}
+    share = max(sizes.values(), default=0) / max(sum(sizes.values()), 1)
+    # If one unit holds most of the model, gathering it gathers nearly everything.
+    if share >= ONE_UNIT_SHARE and by_class.get("buffers", 0) >= ONE_UNIT_SHARE * max(by_class.values()):
+        return (
+            f"wrapping: unit {max(sizes, key=sizes.__getitem__)!r} holds {share:.0%} of the parameters "
+            f"({plural(len(units), 'unit')} in all), and all of it is gathered at once; give the model smaller blocks "
+            "that repeat"
+        )
     activations = by_class.get("activations", 0)
     state = sum(by_class.get(name, 0) for name in ("params", "grads", "optimizer"))
     total = max(sum(by_class.values()), 1)
@@ -272,20 +283,6 @@ def cause_of(
     if held is not None and held.activations is not None and (usual := expected.get("activations")):
         more = f", {size(activations - usual)} more than planned" if activations > 1.05 * usual else ", as planned"
     return f"activations: {size(activations)} of {size(total)}{more}"
-
-
-def _one_unit(planned: RunPlan, by_class: dict[str, int]) -> str:
-    """If one unit holds most of the model, gathering it gathers nearly everything."""
-    units = planned.entry.schedule.units
-    sizes = {unit.name: sum(flat.num_elems for flat in unit.flats) for unit in units}
-    largest = max(sizes, key=lambda name: sizes[name])
-    share = sizes[largest] / max(sum(sizes.values()), 1)
-    if share < ONE_UNIT_SHARE or by_class.get("buffers", 0) < ONE_UNIT_SHARE * max(by_class.values()):
-        return ""
-    return (
-        f"wrapping: unit {largest!r} holds {share:.0%} of the parameters ({plural(len(units), 'unit')} in all), and "
-        "all of it is gathered at once; give the model smaller blocks that repeat"
-    )
 
 
 def _text(report: dict[str, Any], planned: RunPlan | None, changes: "list[Remedy]") -> str:
@@ -301,7 +298,16 @@ def _text(report: dict[str, Any], planned: RunPlan | None, changes: "list[Remedy
         unbroken(f"{block['count']} x " * (block["count"] > 1) + f"{size(block['bytes'])} {block['name']}")
         for block in report["largest"]
     )
-    lines = [f"does not fit: {error}{more}", *labelled_lines({"where": where}), *_memory_lines(report)]
+    lines = [f"does not fit: {error}{more}", *labelled_lines({"where": where})]
+    if names := list(dict.fromkeys([*report["planned"], *report["seen"]])):
+        rows = {"memory": [*names, "together"]}
+        for label, held in (("  predicted", report["planned"]), ("  measured", report["seen"])):
+            numbers = [*(held.get(name) for name in names), sum(held.values()) if held else None]
+            rows[label] = ["-" if number is None else size(number) for number in numbers]
+        lines += column_table(rows)
+    if (pool := report["pool"]) is not None:
+        unused = size(pool["reserved"] - pool["allocated"])
+        lines.append(f"    allocator {size(pool['reserved'])} reserved of {size(pool['limit'])}, {unused} of it unused")
     lines += labelled_lines({"largest": largest, "to blame": report["blame"]})
     if not changes:
         return "\n".join([*lines, "  what would help: split more, a smaller micro-batch, or more ranks"])
@@ -309,22 +315,6 @@ def _text(report: dict[str, Any], planned: RunPlan | None, changes: "list[Remedy
     wrapper = TextWrapper(terminal_width(), initial_indent=4 * " ", subsequent_indent=6 * " ", break_on_hyphens=False)
     lines += [line for change in changes for line in wrapper.wrap(str(change))]
     return "\n".join(lines)
-
-
-def _memory_lines(report: dict[str, Any]) -> list[str]:
-    names = list(dict.fromkeys([*report["planned"], *report["seen"]]))
-    if not names:
-        return []
-    rows = {"memory": [*names, "together"]}
-    for label in ("planned", "seen"):
-        held = report[label]
-        cells = [size(held[name]) if name in held else "-" for name in names]
-        rows[f"  {label}"] = [*cells, size(sum(held.values())) if held else "-"]
-    lines = column_table(rows)
-    if (pool := report["pool"]) is not None:
-        unused = size(pool["reserved"] - pool["allocated"])
-        lines.append(f"    allocator {size(pool['reserved'])} reserved of {size(pool['limit'])}, {unused} of it unused")
-    return lines
 
 
 @dataclass(frozen=True, slots=True)
@@ -361,12 +351,10 @@ def remedies(planned: RunPlan, room: int | None = None) -> list[Remedy]:
             return [Remedy(words, saved, None, None)]
         return [Remedy(words, saved, entry.tokens_per_s / changed.tokens_per_s, changed.needed_bytes <= room)]
 
-    found = [
-        helps
-        for words, changed in _changes(planned)
-        if not changed.machine.lacks(0, changed.host_bytes, changed.disk_bytes)
-        for helps in remedy(words, changed)
-    ]
+    found = []
+    for words, changed in _changes(planned):
+        if not changed.machine.lacks(0, changed.host_bytes, changed.disk_bytes):
+            found += remedy(words, changed)
     found.sort(key=lambda it: (not it.fits, round(it.times or 1.0, 2) if it.fits else 0, -it.saved_bytes))
     is_hopeless = not planned.note and not entry.fits and not any(helps.fits for helps in found)
     if is_hopeless and (together := planner.nearest_change(planned.assess, entry, FLAGS, "--nnodes", offload_flag)):

@@ -51,7 +51,7 @@ class Note:
     rank: int
     local_rank: int
     pid: int
-    log: str  # where it writes; "": the terminal
+    log: str = ""  # where it writes; "": the terminal
     ended_s: float | None = None
     code: int | None = None
     error: str = ""  # the traceback
@@ -65,21 +65,14 @@ def run_task(task: Task) -> int:
     end_with(task.launcher_pid)
     rank, local_rank = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
     folder = Path(os.environ["TORCHELASTIC_ERROR_FILE"]).parent
-    log = str(Path(task.logs) / f"rank-{rank:05}.log") if rank else ""
-    note = Note(rank, local_rank, os.getpid(), log)
+    note = Note(rank, local_rank, os.getpid())
     try:
-        if log:
-            _write_to(log, rank)
-    except OSError as error:
-        note.log, note.ended_s = "", time.time()
-        note.error = f"its log {log} cannot be written: {error.strerror}; is the run folder still there?\n"
+        if rank:
+            note.log = _write_to_log(Path(task.logs) / f"rank-{rank:05}.log", rank)
+        signals.listen(has_launcher=True)
+        # Python's own handler writes the stack, whatever the rank does. It keeps the file open.
+        faulthandler.register(WRITE_STACK, _stack_file(folder, local_rank).open("w"), all_threads=False)
         write_note(folder, note)
-        sys.exit(1)
-    signals.listen(has_launcher=True)
-    # Python's own handler writes the stack, whatever the rank does. It keeps the file open.
-    faulthandler.register(WRITE_STACK, _stack_file(folder, local_rank).open("w"), all_threads=False)
-    write_note(folder, note)
-    try:
         note.code = call(task.entry, task.settings)
     except Exception as error:  # noqa: BLE001, the launcher reports it
         note.ended_s = time.time()
@@ -88,12 +81,12 @@ def run_task(task: Task) -> int:
         stack = error.__traceback__ and error.__traceback__.tb_next and error.__traceback__.tb_next.tb_next
         lines = traceback.format_exception(error.with_traceback(stack))
         note.error = f"{error}\n" if isinstance(error, SaveError | StoreError | WireError) else "".join(lines)
-        if log:
+        if note.log:
             print(note.error, file=sys.stderr, flush=True)
         try:
             write_note(folder, note)
         except OSError as unwritten:  # the disk of temporary files is full, too
-            shown = "" if log else note.error
+            shown = "" if note.log else note.error
             print(f"{shown}shardwise: {folder} cannot be written: {unwritten.strerror}", file=sys.stderr, flush=True)
         sys.exit(1)  # torch would write a raised error into a file of its own, which nobody removes
     note.ended_s = time.time()
@@ -111,9 +104,12 @@ def call(entry: str, settings: str) -> int:
     return code if isinstance(code, int) else int(code is not None)
 
 
-def _write_to(log: str, rank: int) -> None:
-    """Lead both streams into one file, after the text of earlier starts."""
-    file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+def _write_to_log(log: Path, rank: int) -> str:
+    """Lead both streams into one file, after the text of earlier starts, and return its name."""
+    try:
+        file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    except OSError as error:
+        raise SaveError(f"its log {log} cannot be written: {error.strerror}; is the run folder still there?") from error
     for number, stream in ((1, sys.stdout), (2, sys.stderr)):
         stream.flush()
         os.dup2(file, number)
@@ -121,6 +117,7 @@ def _write_to(log: str, rank: int) -> None:
             stream.reconfigure(line_buffering=True)
     os.close(file)
     print(f"--- rank {rank}, process {os.getpid()}, {datetime.now().astimezone():%Y-%m-%d %H:%M:%S %z} ---", flush=True)
+    return str(log)
 
 
 def write_note(folder: Path, note: Note) -> None:

@@ -126,21 +126,18 @@ class RankWatcher:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, self._signals)
         while not self._closing.is_set():
             try:
-                self._turn()
+                if select.select([self._pipe[0]], [], [], POLL_S)[0]:
+                    for number in os.read(self._pipe[0], 64):
+                        if number in self._signals:
+                            self._handle(signal.Signals(number))
+                with self._lock:
+                    self._check()
             except Exception as error:  # noqa: BLE001, without this thread the run could not be stopped
                 trouble = f"cannot watch the ranks: {error!r}; it tries again"
                 is_new, self._trouble = trouble != self._trouble, trouble
                 if is_new:
                     self._say(trouble)
                 self._closing.wait(POLL_S)
-
-    def _turn(self) -> None:
-        if select.select([self._pipe[0]], [], [], POLL_S)[0]:
-            for number in os.read(self._pipe[0], 64):
-                if number in self._signals:
-                    self._handle(signal.Signals(number))
-        with self._lock:
-            self._check()
 
     def _handle(self, number: signal.Signals) -> None:
         if number == signal.SIGINT and self._requested == INTERRUPTED:
@@ -162,16 +159,14 @@ class RankWatcher:
         for rank in self.ranks.values():
             if rank.gone_s is None:
                 self._update(rank)
-        grace_s: float | None = None  # seconds that the running ranks may still take; None: no limit
-        if any(rank.has_crashed for rank in self.ranks.values()):
-            grace_s = AFTER_A_DEATH_S
-        elif self.refusal is not None:
-            grace_s = AFTER_A_REFUSAL_S
-        if grace_s is not None:
+        # Time limit of the ranks that still run after a crash or a refusal.
+        has_crash = any(rank.has_crashed for rank in self.ranks.values())
+        if has_crash or self.refusal is not None:
+            grace_s = AFTER_A_DEATH_S if has_crash else AFTER_A_REFUSAL_S
             self._grace_end_s = min(self._grace_end_s, time.monotonic() + grace_s)
-        if time.monotonic() > self._grace_end_s:
-            self._end_running()
-        elif grace_s is None:
+            if time.monotonic() > self._grace_end_s:
+                self._end_running()
+        else:
             self._watch_late_ranks()
 
     def _update(self, rank: WatchedRank) -> None:

@@ -282,7 +282,7 @@ def _sharded(
         least_free = min(exchange(world, free_bytes))
         machine = machine_here(world, mesh.make_axes(settings.node_size), least_free, offload.folder)
     drafted = draft(built, settings, batching, seq_length, optimizer, machine)
-    context.planned = plan_before(drafted, settings)
+    context.planned = plan_before(drafted)
     checkpoint_blocks(model, settings.gradient_checkpointing)
     if settings.compile:
         blocks = find_blocks(model)
@@ -305,7 +305,7 @@ def _sharded(
         disk_path=offload.folder,
     )
     context.model, context.optimizer = model, optimizer
-    context.planned = planned = plan_of(drafted, model, settings)
+    context.planned = planned = plan_of(drafted, model)
     if built.weights is not None and settings.resume_from_checkpoint is None:
         load_full_state_dict(model, built.weights)
     return model, optimizer, planned

@@ -34,14 +34,12 @@ LATEST, AUTO = "latest", "auto"
 def choose(settings: Settings, num_restarts: int = 0) -> Settings:
     """Return the settings with the run folder and the checkpoint to resume from. Nothing is written."""
     folder, checkpoint = _choice(settings, num_restarts)
-    if folder.exists() and not folder.is_dir():
-        raise ConfigurationError(f"output_dir {folder} is a file: name a folder")
-    needed = dict.fromkeys((CHECKPOINTS, DATA, EXPORT, LOGS), "folder")
+    needed = dict.fromkeys((".", CHECKPOINTS, DATA, EXPORT, LOGS), "folder")
     needed |= dict.fromkeys((CONFIG, PLAN, TRAFFIC, METRICS), "file")
     for name, kind in needed.items():
         place = folder / name
         if place.exists() and place.is_dir() != (kind == "folder"):
-            raise ConfigurationError(f"output_dir {folder}: its {name} is no {kind}; move it, or name another folder")
+            raise ConfigurationError(f"output_dir {folder}: {place} is no {kind}; move it, or name another folder")
     checkpoint = None if checkpoint is None else str(checkpoint)
     return dataclasses.replace(settings, output_dir=str(folder), resume_from_checkpoint=checkpoint)
 
@@ -59,32 +57,24 @@ def _choice(settings: Settings, num_restarts: int) -> tuple[Path, Path | str | N
         return folder, _own(folder)
     if resume == LATEST:
         runs = _runs() if folder is None else [folder]
-        if not runs:
-            raise CheckpointError(
-                f"resume_from_checkpoint latest: no run in {RUNS}/ has a complete checkpoint; name a --output-dir"
-            )
-        checkpoint = latest(runs[-1] / CHECKPOINTS)
+        checkpoint = latest(runs[-1] / CHECKPOINTS) if runs else None
         if checkpoint is None:
             raise CheckpointError(
-                f"resume_from_checkpoint latest: {runs[-1] / CHECKPOINTS} holds no complete checkpoint; name one, or "
-                "use auto, which begins where there is none"
+                f"resume_from_checkpoint latest: {folder or RUNS} holds no complete checkpoint; name one, or use auto "
+                "with an --output-dir, which begins where there is none"
             )
         return runs[-1], checkpoint
-    name = Path(settings.model).stem if settings.model.endswith(".json") else Path(settings.model).name
-    new_folder = RUNS / f"{name}-{datetime.now():%Y%m%d-%H%M%S}"
-    if resume is None:
-        folder = folder or new_folder
-        is_taken = (folder / CONFIG).is_file() or (folder / CHECKPOINTS).is_dir()
-        checkpoint = None
-    else:
+    checkpoint = belongs_to = None
+    if resume is not None:
         checkpoint = _checkpoint_in(resume)
         belongs_to = _run_of(checkpoint)
         if belongs_to is None:
             _require_readable(resume, checkpoint)
-        folder = folder or belongs_to or new_folder
-        is_other = belongs_to is None or folder.resolve() != belongs_to.resolve()
-        is_taken = (folder / CONFIG).is_file() and is_other
-    if is_taken:
+    name = Path(settings.model).stem if settings.model.endswith(".json") else Path(settings.model).name
+    folder = folder or belongs_to or RUNS / f"{name}-{datetime.now():%Y%m%d-%H%M%S}"
+    is_own = belongs_to is not None and folder.resolve() == belongs_to.resolve()
+    is_taken = (folder / CONFIG).is_file() or (resume is None and (folder / CHECKPOINTS).is_dir())
+    if is_taken and not is_own:
         raise ConfigurationError(
             f"output_dir {folder} holds another run: continue it (--resume-from-checkpoint latest, or auto if it has "
             "no checkpoint yet), or name another folder"
@@ -114,12 +104,10 @@ def config_to_go_on_with(settings: Settings) -> tuple[str, str] | None:
         return None
     if resume in (LATEST, AUTO):
         runs = [Path(folder).expanduser()] if folder is not None else _runs()[-1:]
-    else:
-        checkpoint = _checkpoint_in(resume)
-        named = _run_of(checkpoint)
-        if named is None:
-            return _config_in(checkpoint)
+    elif (named := _run_of(_checkpoint_in(resume))) is not None:
         runs = [named]
+    else:
+        return _config_in(_checkpoint_in(resume))
     file = next((run / CONFIG for run in runs if (run / CONFIG).is_file()), None)
     return None if file is None else (str(file), read_text(file))
 

@@ -8,9 +8,11 @@ planned without its activations, and the plan says so.
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
+from functools import cache
 from pathlib import Path
 from typing import Any, get_args
 
+import torch
 from torch import nn
 
 from ..api.memory_report import memory
@@ -32,11 +34,11 @@ from ..planner.training import Training
 from ..planner.work.activations import works_of
 from ..planner.work.probe import on_meta, probe_works
 from ..planner.work.work import Work
-from .checkpointing import checkpoint_blocks
+from .checkpointing import Mode, checkpoint_blocks
 from .model import Transformer
 from .models.build import Built
 from .models.headloss import path_of
-from .offload import offload_of, updates_early
+from .offload import strategy_of, updates_early
 from .run_folder import PLAN, TRAFFIC, replace_file
 from .settings import Batching, Settings, units_asked
 
@@ -63,16 +65,6 @@ class RunPlan:
         """The part of the peak that is not in `rests`: activations and temporary tensors."""
         return None if self.peak_bytes is None else max(self.peak_bytes - sum(self.rests.values()), 0)
 
-    def by_class(self, name: str) -> dict[str, int]:
-        """Return bytes at the instant of this name, in the classes of `sw.memory`; of several, the largest."""
-        found = [instant for instant in self.entry.memory.instants if instant.name == name]
-        held = max(found, key=lambda instant: instant.total).by_class()
-        return {
-            **{name: held[name] for name in ("params", "grads", "optimizer")},
-            "buffers": held["gathered"] + held["reduce"],
-            "activations": held["activations"] + held["loss"],
-        }
-
 
 @dataclass(frozen=True, slots=True)
 class Draft:
@@ -83,6 +75,11 @@ class Draft:
     training: Training
     note: str
     clips: bool  # the norm of the gradients is computed, to clip them or to show it
+    strategy: str | dict[str, str]  # with offload and wire
+
+    @property
+    def name(self) -> str:
+        return self.strategy if isinstance(self.strategy, str) else "mixed"
 
 
 def draft(
@@ -101,11 +98,11 @@ def draft(
         loss="plain" if path_of(built.model).how == "plain" else "chunked",
     )
     training = replace(training, moments=num_moments(optimizer, training.formats))
-    found = tuple(find_units(built.model, units_asked(settings.units)))
+    units = tuple(find_units(built.model, units_asked(settings.units)))
     facts = {"name": settings.model, "num_params": built.num_params}
-    works, note = _works_or_note(built, settings, training, [unit.name for unit in found])
-    subject = Subject(settings.model, found, works, built.flops_per_token(seq), facts)
-    return Draft(subject, machine, training, note, clips=not updates_early(settings))
+    works, note = _works_or_note(built, settings, training, [unit.name for unit in units])
+    subject = Subject(settings.model, units, works, built.flops_per_token(seq), facts)
+    return Draft(subject, machine, training, note, not updates_early(settings), strategy_of(settings))
 
 
 def _works_or_note(built: Built, settings: Settings, training: Training, names: list[str]) -> tuple[Works, str]:
@@ -130,33 +127,31 @@ def _works_of(built: Built, settings: Settings) -> Works:
         known = ModelShape(name=settings.model, vocab=shape.vocab, tied=shape.tied, code="in-tree", **sizes)
         return lambda asked: works_of(known, asked)
     bare = on_meta(model, precision_of(settings.precision or "bf16", None).compute.torch)
-    probed: dict[tuple[object, ...], Mapping[str, Work]] = {}
 
-    def works(asked: Training) -> Mapping[str, Work]:
-        key = (asked.micro_batch, asked.seq, asked.checkpointing)
-        if key not in probed:
-            compute = asked.formats.compute.torch
-            checkpoint_blocks(bare, asked.checkpointing)
-            probed[key] = probe_works(bare, batch=asked.micro_batch, seq=asked.seq, compute=compute, loss=asked.loss)
-        return probed[key]
+    @cache
+    def probed(batch: int, seq: int, mode: Mode, compute: torch.dtype, loss: Any) -> Mapping[str, Work]:
+        checkpoint_blocks(bare, mode)
+        return probe_works(bare, batch=batch, seq=seq, compute=compute, loss=loss)
 
-    return works
+    return lambda asked: probed(
+        asked.micro_batch, asked.seq, asked.checkpointing, asked.formats.compute.torch, asked.loss
+    )
 
 
-def plan_before(draft: Draft, settings: Settings) -> RunPlan | None:
+def plan_before(draft: Draft) -> RunPlan | None:
     """Plan a strategy that was named, before the model is sharded."""
     if draft.machine is None:
         return None
-    assess, strategy = Assessor(draft.subject, draft.machine, clips=draft.clips), _strategy(settings)
-    entry = assess(_name(strategy), layouts_for(strategy, assess.unit_names), draft.training)
+    assess = Assessor(draft.subject, draft.machine, clips=draft.clips)
+    entry = assess(draft.name, layouts_for(draft.strategy, assess.unit_names), draft.training)
     return RunPlan(entry, assess, draft.note)
 
 
-def plan_of(draft: Draft, model: nn.Module, settings: Settings) -> RunPlan:
+def plan_of(draft: Draft, model: nn.Module) -> RunPlan:
     """Plan the sharded model that runs."""
     engine, training, chosen = engine_of(model), draft.training, chosen_plan(model)
     host, units = engine.host, engine.schedule.units
-    machine, name, why = draft.machine, _name(_strategy(settings)), ""
+    machine, name, why = draft.machine, draft.name, ""
     found: tuple[Assessment, ...] = ()
     if machine is None:
         assert chosen is not None
@@ -177,15 +172,6 @@ def plan_of(draft: Draft, model: nn.Module, settings: Settings) -> RunPlan:
     return RunPlan(entry, assess, draft.note, others, why, rests, off_device)
 
 
-def _strategy(settings: Settings) -> str | dict[str, str]:
-    """Return the requested strategy, with offload and wire."""
-    return offload_of(settings.offload, settings.wire).applied_to(settings.strategy)
-
-
-def _name(strategy: str | dict[str, str]) -> str:
-    return strategy if isinstance(strategy, str) else "mixed"
-
-
 # Numbers of a strategy that are unknown without activations.
 _UNKNOWN = ("activations", "loss", "peak_active", "peak_reserved", "peak_reserved_low", "peak_reserved_high")
 _UNKNOWN_TIMES = ("step_seconds", "compute_seconds", "tokens_per_second_per_gpu", "mfu")
@@ -194,10 +180,9 @@ _UNKNOWN_TIMES = ("step_seconds", "compute_seconds", "tokens_per_second_per_gpu"
 def write_plan(folder: Path, planned: RunPlan, first_step: int) -> None:
     """Write the plan. `starts`: strategies and rank counts with the first step of each; the last is this plan's."""
     entry, assess = planned.entry, planned.assess
-    why = planned.why or "it was asked for"
-    choice = ((entry.training,),)
-    found = (entry, *planned.others)
-    text = plan_as_json(Plan(assess.subject, assess.machine, entry.training, found, entry, why, assess, choice))
+    why, training = planned.why or "it was asked for", entry.training
+    found, choice = (entry, *planned.others), ((training,),)
+    text = plan_as_json(Plan(assess.subject, assess.machine, training, found, entry, why, assess, choice))
     text["strategies"][0] |= {"rests": dict(planned.rests), "off_device": dict(planned.off_device)}
     if planned.note:
         text["why"] = planned.note
@@ -229,7 +214,8 @@ def write_traffic(folder: Path, model: nn.Module, run_plan: RunPlan) -> None:
     events = step_events(engine.schedule, entry.training.num_micro_batches, clips=entry.clips)
     planned, seen = add_up(call for event in events for call in event.calls), traffic(model)
     text: dict[str, Any] = {
-        name: [asdict(row) for row in moved.rows] for name, moved in (("seen", seen), ("planned", planned))
+        "seen": [asdict(row) for row in seen.rows],
+        "planned": [asdict(row) for row in planned.rows],
     }
     if seen.moves:
         moved = replace(entry, schedule=engine.schedule).moved

@@ -183,7 +183,7 @@ def _memory_table(run: Run, held: Memory) -> list[str]:
     }
     shown = {name: cells for name, cells in columns.items() if cells != (None, None)}
     rows = {"memory": list(shown)}
-    for index, label in enumerate(("  planned", "  seen")):
+    for index, label in enumerate(("  predicted", "  measured")):
         rows[label] = ["-" if cells[index] is None else size(cells[index] or 0) for cells in shown.values()]
     return column_table(rows)
 

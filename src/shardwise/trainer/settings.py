@@ -21,18 +21,13 @@ from ..base.errors import ConfigurationError
 class Lora:
     """Low-rank adapters, with the names of peft. No targets: peft's own choice for the architecture."""
 
-    r: int = 16
-    alpha: float = 32.0
-    dropout: float = 0.0
+    r: int = field(default=16, metadata={"least": 1})
+    alpha: float = field(default=32.0, metadata={"above": 0})
+    dropout: float = field(default=0.0, metadata={"least": 0, "below": 1})
     targets: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        if self.r < 1:
-            raise ConfigurationError(f"lora.r: {self.r} must be at least 1")
-        if not (math.isfinite(self.alpha) and self.alpha > 0):
-            raise ConfigurationError(f"lora.alpha: {self.alpha:g} must be above 0")
-        if not 0 <= self.dropout < 1:
-            raise ConfigurationError(f"lora.dropout: {self.dropout:g} must be at least 0 and below 1")
+        _check_limits(self, "lora.")
 
 
 def setting(panel: str, default: Any, help: str, **limits: float) -> Any:  # noqa: A002, as in typer
@@ -40,12 +35,13 @@ def setting(panel: str, default: Any, help: str, **limits: float) -> Any:  # noq
     return field(default=default, metadata={"panel": panel, "help": help, **limits})
 
 
-def mapping(panel: str, help: str) -> Any:  # noqa: A002
-    return field(default_factory=dict, metadata={"panel": panel, "help": help})
-
-
 # Limits of a number: how an error names each, and what is outside.
-LIMITS = {"least": ("at least", operator.lt), "most": ("at most", operator.gt), "below": ("below", operator.ge)}
+LIMITS = {
+    "least": ("at least", operator.lt),
+    "most": ("at most", operator.gt),
+    "above": ("above", operator.le),
+    "below": ("below", operator.ge),
+}
 MODEL, DATA, BATCH, TRAINING = "Model", "Data", "Batch", "Training"
 SHARDING, RUN, LAUNCH = "Sharding", "Run folder", "Launch"
 # Default learning rates of fine-tuning: for all weights of a pretrained model, and for adapters.
@@ -62,7 +58,7 @@ SETTINGS_OF_SCHEDULES = {
 class Settings:
     # fmt: off
     model: str = setting(MODEL, "tiny", "In-tree shape (tiny, 50m, llama-3.2-1b, llama-3.2-3b, llama-3-8b, llama-3-70b), or a Hugging Face folder, config.json or id.")
-    shape: dict[str, int | bool] = mapping(MODEL, "Changes to an in-tree shape, as in shape.layers=8. Keys: vocab, hidden, layers, heads, kv_heads, ffn, max_seq, tied.")
+    shape: dict[str, int | bool] = field(default_factory=dict, metadata={"panel": MODEL, "help": "Changes to an in-tree shape, as in shape.layers=8. Keys: vocab, hidden, layers, heads, kv_heads, ffn, max_seq, tied."})
     random_weights: bool = setting(MODEL, False, "Start a Hugging Face model from random weights instead of those in its folder.")
     tokenizer: str | None = setting(MODEL, None, "Folder or id of a tokenizer, or 'bytes'. Default: the model's own, otherwise bytes.")
     lora: Lora | None = setting(MODEL, None, "Train low-rank adapters only: r=16,alpha=32 and, if needed, dropout=0.05 and targets=q_proj+v_proj.")
@@ -87,7 +83,7 @@ class Settings:
     per_device_eval_batch_size: int | None = setting(BATCH, None, "Samples per evaluation batch. Default: as in training.", least=1)
 
     max_steps: int | None = setting(TRAINING, None, "Total number of steps. Default: given by the epochs.", least=1)
-    num_train_epochs: float | None = setting(TRAINING, None, "Passes over the data, if max-steps is not given. Default: 1.", least=0)
+    num_train_epochs: float | None = setting(TRAINING, None, "Passes over the data, if max-steps is not given. Default: 1.", above=0)
     optimizer: Literal["adamw", "adamw8bit", "sgd"] = setting(TRAINING, "adamw", "Optimizer: adamw, adamw8bit (8-bit moments, needs torchao) or sgd.")
     learning_rate: float = setting(TRAINING, 3e-4, f"Peak learning rate. Default for fine-tuning: {FINE_TUNING_RATE:g} for all weights of a pretrained model, {LORA_RATE:g} for adapters.", least=0)
     lr_scheduler_type: Literal["cosine", "linear", "constant", "wsd", "warmup-lr", "warmup-decay-lr", "warmup-cosine-lr"] = setting(TRAINING, "cosine", "Schedule after the warm-up: cosine, linear, constant, or wsd (constant, then down in decay-steps). warmup-lr, warmup-decay-lr and warmup-cosine-lr are exactly DeepSpeed's.")
@@ -141,21 +137,12 @@ class Settings:
 
     def __post_init__(self) -> None:
         """Refuse values that are wrong whatever the model and the data are."""
+        _check_limits(self)
         defaults = {entry.name: entry.default for entry in dataclasses.fields(self)}
-        for entry in dataclasses.fields(self):
-            value, limits = getattr(self, entry.name), entry.metadata
-            if isinstance(value, int | float):
-                if not math.isfinite(value):
-                    raise ConfigurationError(f"{entry.name}: {value} is not a finite number")
-                for name, (words, is_outside) in LIMITS.items():
-                    if name in limits and is_outside(value, limits[name]):
-                        raise ConfigurationError(f"{entry.name}: {value} must be {words} {limits[name]:g}")
         if self.train_file and self.dataset:
             raise ConfigurationError(
                 f"train_file {', '.join(self.train_file)} and dataset {self.dataset}: leave one out"
             )
-        if self.num_train_epochs == 0:
-            raise ConfigurationError("num_train_epochs: 0 trains on nothing; it must be above 0")
         if self.max_steps is not None and self.num_train_epochs is not None:
             both = f"max_steps {self.max_steps} and num_train_epochs {self.num_train_epochs:g}"
             raise ConfigurationError(f"{both} both say when to stop: leave one out")
@@ -177,6 +164,17 @@ class Settings:
 
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self), indent=1)
+
+
+def _check_limits(settings: Any, prefix: str = "") -> None:
+    for entry in dataclasses.fields(settings):
+        value, limits = getattr(settings, entry.name), entry.metadata
+        if isinstance(value, int | float):
+            if not math.isfinite(value):
+                raise ConfigurationError(f"{prefix}{entry.name}: {value} is not a finite number")
+            for name, (words, is_outside) in LIMITS.items():
+                if name in limits and is_outside(value, limits[name]):
+                    raise ConfigurationError(f"{prefix}{entry.name}: {value} must be {words} {limits[name]:g}")
 
 
 def interval_of(steps: float, num_steps: int) -> int:

@@ -46,9 +46,6 @@ class Preset:
     vocab: int
     settings: dict[str, Any] = field(default_factory=dict)
 
-    def with_vocab(self, vocab: int) -> TransformerShape:
-        return TransformerShape(vocab=vocab, **self.shape)
-
 
 _MAX_SEQ = {
     "tiny": 512, "50m": 2048, "llama-3.2-1b": 4096, "llama-3.2-3b": 4096, "llama-3-8b": 8192, "llama-3-70b": 8192,
