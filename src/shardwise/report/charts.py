@@ -17,6 +17,7 @@ from .plan_facts import (
     CLASSES,
     CONTEXT,
     SEGMENTS,
+    Json,
     Plan,
     Strategy,
     amount,
@@ -28,6 +29,7 @@ from .plan_facts import (
     text_of,
 )
 
+Point = tuple[float, float]  # step and loss
 STRETCHED = 1000
 # Bars that are longer than this many GPUs are cut, so that those near the limit can be distinguished.
 MOST_GPUS = 1.5
@@ -142,46 +144,42 @@ def scale_of(plan: Plan) -> Scale:
 # --- the loss
 
 
-class Point(NamedTuple):
-    step: int
-    loss: float
-
-
-class Curve(NamedTuple):
-    train: Sequence[Point]
-    evaluation: Sequence[Point]
-    left: Sequence[Sequence[Point]]  # abandoned branches: the run continued from an earlier step
-
-
-def draw(curve: Curve) -> dict[str, object]:
-    """Return paths, dots, and the positions of horizontal lines in percent."""
-    points = [*curve.train, *curve.evaluation, *(point for given_up in curve.left for point in given_up)]
-    most_steps = max([point.step for point in points], default=0) or 1
-    low, high = min(point.loss for point in points), max(point.loss for point in points)
+def draw_curve(curve: Json) -> dict[str, object]:
+    """Return paths, dots, and the positions of horizontal lines in percent. `left` has abandoned branches: the run
+    continued from an earlier step."""
+    train, evaluation, abandoned = curve["train"], curve["evaluation"], [part for part in curve["left"] if part]
+    points = [*train, *evaluation, *itertools.chain(*abandoned)]
+    most_steps = max(step for step, _ in points) or 1
+    low, high = min(loss for _, loss in points), max(loss for _, loss in points)
     margin = (high - low) * 0.08 or abs(high) * 0.1 or 1.0
     bottom, top = (0.0 if low >= 0 and low - margin < 0 else low - margin), high + margin
 
     def place(point: Point) -> tuple[float, float]:
-        return STRETCHED * point.step / most_steps, STRETCHED * (top - point.loss) / (top - bottom)
+        return STRETCHED * point[0] / most_steps, STRETCHED * (top - point[1]) / (top - bottom)
 
     first = ticks(top - bottom, 4)
     step = first[1] - first[0] if len(first) > 1 else 1.0
     values = [index * step for index in range(math.ceil(bottom / step), math.ceil(top / step))]
-    lines = {place(Point(0, value))[1] / 10: f"{value:.4g}" for value in values}
-    paths = [("left", path(map(place, thinned(given_up)))) for given_up in curve.left if given_up]
-    if len(curve.train) > 1:
-        paths.append(("train", path(map(place, thinned(curve.train)))))
-    dots = [("dot", "loss", point) for point in curve.train if len(curve.train) == 1]
-    dots += [("ring", "evaluation loss", point) for point in thinned(curve.evaluation)]
-    steps = [value for value in ticks(most_steps, 4) if value == int(value)]
+    paths = [("left", part) for part in abandoned] + ([("train", train)] if len(train) > 1 else [])
+    dots = [("dot", "loss", point) for point in train if len(train) == 1]
+    dots += [("ring", "evaluation loss", point) for point in thinned(evaluation)]
+    label = "Loss over steps"
+    if train:
+        label += ": " + ", ".join(f"{loss:.4f} at step {step:,}" for step, loss in (train[0], train[-1]))
+    if evaluation:
+        label += f"; evaluation {evaluation[-1][1]:.4f} at step {evaluation[-1][0]:,}"
     return {
-        "paths": paths,
+        "paths": [(class_, path(map(place, thinned(part)))) for class_, part in paths],
         "dots": [
-            (class_, *place(point), f"step {point.step:,}: {kind} {point.loss:.4f}") for class_, kind, point in dots
+            (class_, *place((step, loss)), f"step {step:,}: {kind} {loss:.4f}") for class_, kind, (step, loss) in dots
         ],
-        "axis": [Mark(f"{value:,.0f}" if value else "step 0", 100 * value / most_steps) for value in steps],
-        "lines": lines,
-        "label": _about(curve),
+        "axis": [
+            Mark(f"{value:,.0f}" if value else "step 0", 100 * value / most_steps)
+            for value in ticks(most_steps, 4)
+            if value == int(value)
+        ],
+        "lines": {place((0, value))[1] / 10: f"{value:.4g}" for value in values},
+        "label": label,
     }
 
 
@@ -191,17 +189,7 @@ def thinned(points: Sequence[Point]) -> Sequence[Point]:
         return points
     edges = [len(points) * index // MOST_POINTS for index in range(MOST_POINTS + 1)]
     parts = [points[first:last] for first, last in itertools.pairwise(edges)]
-    return [Point(part[-1].step, sum(point.loss for point in part) / len(part)) for part in parts]
-
-
-def _about(curve: Curve) -> str:
-    words = "Loss over steps"
-    if curve.train:
-        first, last = curve.train[0], curve.train[-1]
-        words += f": {first.loss:.4f} at step {first.step:,}, {last.loss:.4f} at step {last.step:,}"
-    if curve.evaluation:
-        words += f"; evaluation {curve.evaluation[-1].loss:.4f} at step {curve.evaluation[-1].step:,}"
-    return words
+    return [(part[-1][0], sum(loss for _, loss in part) / len(part)) for part in parts]
 
 
 # --- one step

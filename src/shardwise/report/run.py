@@ -2,26 +2,28 @@
 
 Everything comes from the files in its folder: `metrics.jsonl` has the measurements, `plan.json` the prediction,
 `traffic.json` both for the bytes of a step. `notes` lists what is missing. There are no allocator statistics on a CPU:
-the memory of the whole process is shown instead.
+the memory of the whole process is shown instead. In the JSON, predicted figures are `planned`, measured ones `seen`.
 """
 
 import math
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
-from ..base.documents import MOST_JSON_BYTES, parse
+from ..base.documents import MOST_JSON_BYTES, find, parse
 from ..base.errors import ConfigurationError
 from ..base.files import read_regular
 from ..base.text import count, plural, size, terminal_width
-from .charts import Curve, Point, draw
+from .charts import draw_curve
 from .plan_facts import Json, Plan, Strategy, amount, mapping, number, percent, rows, seconds, text_of, whole
 
+CONFIG, METRICS, LEFT, PLAN, TRAFFIC = "config.json", "metrics.jsonl", "metrics-left.jsonl", "plan.json", "traffic.json"
+_MOST_ROWS_BYTES = 512 << 20  # maximum size of the metrics: a million rows
 PROCESS = "whole process"
-
-SEEN = {
+# The keys of a metrics row by memory class.
+MEASURED = {
     "params": "memory_params",
     "grads": "memory_peak_grads",
     "optimizer": "memory_optimizer",
@@ -32,155 +34,71 @@ SEEN = {
 }
 
 
-def _planned(strategy: Json) -> dict[str, float | None]:
-    """Predicted memory in the classes of a metrics row: persistent state and buffers; activations are the rest of the
-    peak."""
-    held, rests = mapping(strategy.get("per_gpu_bytes")), mapping(strategy.get("rests"))
-    state = {name: number(rests.get(name, held.get(name))) for name in ("params", "grads", "optimizer")}
-    buffers = number(rests.get("buffers", amount(held, "gathered") + amount(held, "reduce"))) if held else None
-    resting, peak = {**state, "buffers": buffers}, number(held.get("peak_active"))
-    known = [value for value in resting.values() if value is not None]
-    return {
-        **resting,
-        "activations": None if peak is None else max(peak - sum(known), 0),
-        "peak": peak,
-        "reserved": number(held.get("peak_reserved")),
-    }
-
-
-def memory_beside(steps: list[Json], plan: Json | None) -> list[Json]:
-    expected = _planned(rows(plan.get("strategies"))[0] if plan else {})
-    on_gpu = any(number(row.get("memory_reserved")) is not None for row in steps)
-    found = []
-    for name, key in SEEN.items():
-        seen = max((value for row in steps if (value := number(row.get(key))) is not None), default=None)
-        planned = expected[name]
-        if seen is not None or (planned is not None and name != "reserved"):
-            found.append({"class": name, "planned_bytes": planned, "seen_bytes": seen})
-    if steps and not on_gpu:
-        # On a CPU the peak includes the whole process, with Python and the data, which the plan does not predict.
-        peak = next((row for row in found if row["class"] == "peak"), {})
-        if number(peak.get("seen_bytes")) is not None:
-            found.append({"class": PROCESS, "planned_bytes": None, "seen_bytes": peak["seen_bytes"]})
-            peak["seen_bytes"] = None
-        found = [row for row in found if row["planned_bytes"] is not None or row["seen_bytes"] is not None]
-    return found
-
-
-CONFIG, METRICS, LEFT, PLAN, TRAFFIC = "config.json", "metrics.jsonl", "metrics-left.jsonl", "plan.json", "traffic.json"
-_MOST_ROWS_BYTES = 512 << 20  # maximum size of the metrics: a million rows
-
-
 def read_run(folder: Path) -> tuple[Json, Json | None]:
     """Return the run, and its plan if there is one."""
-    _require_run(folder)
     notes: list[str] = []
-    config = mapping(_json_in(folder / CONFIG, notes))
+    config = _config_in(folder, notes)
     metrics = _rows_in(folder / METRICS, notes)
-    plan = _plan_in(folder / PLAN, notes)
-    steps = _by_step(row for row in metrics if number(row.get("loss")) is not None)
-    evaluations = _by_step(row for row in metrics if number(row.get("eval_loss")) is not None)
+    plan = _json_in(folder / PLAN, notes, "nothing to compare memory and time with")
+    if plan is not None and not rows(plan.get("strategies")):
+        notes.append("plan.json holds no strategy: nothing to compare memory and time with.")
+        plan = None
+    steps, evaluations = _by_step(metrics, "loss"), _by_step(metrics, "eval_loss")
     if not steps:
         notes.append("No step is in metrics.jsonl yet: there is no loss, memory or time to show.")
-    left = _rows_in(folder / LEFT, []) if (folder / LEFT).exists() else []
-    *earlier, newest = _starts(steps, plan)
-    earlier = [start for start in earlier if start.rows]
-    notes += [_told(start) for start in earlier]
+    last = steps[-1] if steps else {}
+    *earlier, (_, newest) = _starts(steps, plan)
+    earlier = [(start, rows_of_start) for start, rows_of_start in earlier if rows_of_start]
+    notes += [_summary(start, rows_of_start) for start, rows_of_start in earlier]
+    planned = Plan(plan or {})
     run = {
         "folder": str(folder),
         "name": folder.resolve().name,
-        "model": text_of(config.get("model")),
-        "strategy": text_of(config.get("strategy")),
-        "precision": text_of(config.get("precision")),
-        "step": int(amount(steps[-1], "step")) if steps else 0,
+        **{name: text_of(config.get(name)) for name in ("model", "strategy", "precision")},
+        "step": int(amount(last, "step")),
         "max_steps": number(config.get("max_steps")),
-        "tokens": int(amount(steps[-1], "tokens")) if steps else 0,
-        "ranks": Plan(plan).world_size if plan else 0,
-        "runs": text_of(rows(plan.get("strategies"))[0].get("name")) if plan else "",
-        "device": Plan(plan).cluster_words if plan else "",
+        "tokens": int(amount(last, "tokens")),
+        "ranks": planned.world_size,
+        "runs": text_of(rows(plan["strategies"])[0].get("name")) if plan else "",
+        "device": planned.cluster_words,
         "loss": _loss(steps),
         "eval_loss": evaluations[-1]["eval_loss"] if evaluations else None,
         "earlier": [
-            {"name": start.name, "ranks": start.num_ranks, "first_step": start.first, "last_step": start.last}
-            | {"memory": memory_beside(start.rows, None), "time": _time(start.rows, steps)}
-            for start in earlier
+            {**start, "memory": _memory(rows_of_start, None), "time": _time(rows_of_start, steps)}
+            for start, rows_of_start in earlier
         ],
-        "memory": memory_beside(newest.rows, plan),
+        "memory": _memory(newest, plan),
         "traffic": _traffic_in(folder / TRAFFIC, notes),
-        "time": _time(newest.rows, steps, plan),
+        "time": _time(newest, steps, plan),
         "curve": {
             "train": [[int(row["step"]), row["loss"]] for row in steps],
             "evaluation": [[int(row["step"]), row["eval_loss"]] for row in evaluations],
-            "left": _given_up(left),
+            "left": _abandoned(_rows_in(folder / LEFT, [])),
         },
         "notes": notes,
     }
     return run, plan
 
 
-def curve_of(run: Json) -> Curve:
-    curve = mapping(run.get("curve"))
-    train, evaluation = ([Point(*pair) for pair in curve.get(name, [])] for name in ("train", "evaluation"))
-    return Curve(train, evaluation, [[Point(*pair) for pair in part] for part in curve.get("left", [])])
+def _config_in(folder: Path, notes: list[str]) -> Json:
+    if find(folder) is None:
+        raise ConfigurationError(f"{folder}: there is no such folder")
+    why = f"it has no {CONFIG}"
+    if find(folder / CONFIG) is not None:
+        config = _json_in(folder / CONFIG, notes) or {}
+        if "strategy" in config or (folder / METRICS).exists() or (folder / PLAN).exists():
+            return config
+        why = f"its {CONFIG} is not of a run, and it has no {METRICS}"
+    raise ConfigurationError(f"{folder} is no run folder: {why}; give one that `shardwise train` made")
 
 
-class _Start(NamedTuple):
-    """Steps that ran under one strategy on one number of ranks."""
-
-    name: str
-    num_ranks: int
-    first: int  # first step
-    last: float  # last step; infinite for the newest start
-    rows: list[Json]
-
-
-def _starts(steps: list[Json], plan: Json | None) -> list[_Start]:
-    """Return the starts in order; the plan belongs to the last one. If the plan lacks this, all steps are one start."""
-    known = rows(plan.get("starts")) if plan else []
-    firsts = [int(amount(start, "first_step")) for start in known] or [0]
-    return [
-        _Start(
-            text_of(start.get("name")),
-            int(amount(start, "num_ranks")),
-            first + 1,
-            last,
-            [row for row in steps if first < row["step"] <= last],
-        )
-        for start, first, last in zip(known or [{}], firsts, [*firsts[1:], math.inf], strict=True)
-    ]
-
-
-def _told(start: _Start) -> str:
-    time = _time(start.rows, start.rows)
-    peak = max((amount(row, "memory_peak") for row in start.rows), default=0)
-    words = [f"{time['seen_tokens_per_s']:,.0f} tokens/s"] if "seen_tokens_per_s" in time else []
-    words += [f"peak memory {size(peak)} a rank"] if peak else []
-    return (
-        f"Steps {start.first:,} to {start.last:,.0f} ran as {start.name} on {plural(start.num_ranks, 'rank')}"
-        f"{': ' if words else ''}{', '.join(words)}. Memory and time are of the steps after them."
-    )
-
-
-def _require_run(folder: Path) -> None:
+def _json_in(file: Path, notes: list[str], without: str = "") -> Json | None:
+    """Read an object. None if there is none, which is noted with its consequence, `without`."""
+    if not file.exists():
+        notes.append(f"There is no {file.name} in this run's folder: {without}.")
+        return None
     try:
-        if not folder.exists():
-            raise ConfigurationError(f"{folder}: there is no such folder")
-        is_run = (folder / CONFIG).is_file() and folder.is_dir()
-        has_more = any((folder / name).exists() for name in (METRICS, PLAN))
-    except OSError as error:
-        raise ConfigurationError(f"{folder}: {error.strerror or error}") from error
-    if not is_run:
-        raise ConfigurationError(f"{folder} is no run folder: it has no {CONFIG}; give one that `shardwise train` made")
-    if not has_more and "strategy" not in mapping(_json_in(folder / CONFIG, [])):
-        raise ConfigurationError(
-            f"{folder} is no run folder: its {CONFIG} is not of a run, and it has no {METRICS}; give one that "
-            "`shardwise train` made"
-        )
-
-
-def _json_in(file: Path, notes: list[str]) -> object:
-    try:
-        return parse(read_regular(file, MOST_JSON_BYTES))
+        return mapping(parse(read_regular(file, MOST_JSON_BYTES)))
     except (OSError, ValueError) as error:
         notes.append(f"{file.name} cannot be read: {error}.")
         return None
@@ -202,23 +120,13 @@ def _rows_in(file: Path, notes: list[str]) -> list[Json]:
     return [row for row in rows(found) if number(row.get("step")) is not None]
 
 
-def _plan_in(file: Path, notes: list[str]) -> Json | None:
-    if not file.exists():
-        notes.append("There is no plan.json in this run's folder: nothing to compare memory and time with.")
-        return None
-    plan = _json_in(file, notes)
-    if plan is not None and not rows(mapping(plan).get("strategies")):
-        notes.append("plan.json holds no strategy: nothing to compare memory and time with.")
-    return mapping(plan) if rows(mapping(plan).get("strategies")) else None
-
-
-def _by_step(found: Any) -> list[Json]:
-    """Return one row per step, the last one written, in order."""
-    steps = {row["step"]: row for row in found}
+def _by_step(metrics: list[Json], key: str) -> list[Json]:
+    """Return the rows with a number under `key`: one per step, the last one written, in order."""
+    steps = {row["step"]: row for row in metrics if number(row.get(key)) is not None}
     return [steps[step] for step in sorted(steps)]
 
 
-def _given_up(left: list[Json]) -> list[list[list[float]]]:
+def _abandoned(left: list[Json]) -> list[list[list[float]]]:
     """Split the rows of abandoned branches where the step number falls back."""
     parts: list[list[list[float]]] = []
     last = math.inf
@@ -230,6 +138,29 @@ def _given_up(left: list[Json]) -> list[list[list[float]]]:
         parts[-1].append([int(row["step"]), row["loss"]])
         last = row["step"]
     return parts
+
+
+def _starts(steps: list[Json], plan: Json | None) -> Iterator[tuple[Json, list[Json]]]:
+    """Yield the strategy and the number of ranks of each start, in order, with its rows. The plan belongs to the last
+    one. If the plan lacks the starts, all steps are one."""
+    known = rows((plan or {}).get("starts")) or [{}]
+    firsts = [int(amount(start, "first_step")) for start in known]
+    for start, first, last in zip(known, firsts, [*firsts[1:], math.inf], strict=True):
+        about = {"name": text_of(start.get("name")), "ranks": int(amount(start, "num_ranks"))}
+        within = [row for row in steps if first < row["step"] <= last]
+        yield {**about, "first_step": first + 1, "last_step": last}, within
+
+
+def _summary(start: Json, within: list[Json]) -> str:
+    time = _time(within, within)
+    peak = max(amount(row, "memory_peak") for row in within)
+    words = [f"{time['seen_tokens_per_s']:,.0f} tokens/s"] if "seen_tokens_per_s" in time else []
+    words += [f"peak memory {size(peak)} a rank"] if peak else []
+    return (
+        f"Steps {start['first_step']:,} to {start['last_step']:,} ran as {start['name']} on "
+        f"{plural(start['ranks'], 'rank')}{': ' if words else ''}{', '.join(words)}. "
+        "Memory and time are of the steps after them."
+    )
 
 
 def _loss(steps: list[Json]) -> Json:
@@ -244,15 +175,46 @@ def _loss(steps: list[Json]) -> Json:
     }
 
 
+def _predicted_memory(strategy: Json) -> dict[str, float | None]:
+    """Predicted memory in the classes of a metrics row: persistent state and buffers; activations are the rest of the
+    peak."""
+    held, persistent = mapping(strategy.get("per_gpu_bytes")), mapping(strategy.get("rests"))
+    found = {name: number(persistent.get(name, held.get(name))) for name in ("params", "grads", "optimizer")}
+    buffers = amount(held, "gathered") + amount(held, "reduce")
+    found["buffers"] = number(persistent.get("buffers", buffers)) if held else None
+    peak = number(held.get("peak_active"))
+    activations = None if peak is None else max(peak - sum(value or 0 for value in found.values()), 0)
+    return {**found, "activations": activations, "peak": peak, "reserved": number(held.get("peak_reserved"))}
+
+
+def _memory(steps: list[Json], plan: Json | None) -> list[Json]:
+    expected = _predicted_memory(rows(plan["strategies"])[0] if plan else {})
+    measured = {name: max(_numbers(steps, key), default=None) for name, key in MEASURED.items()}
+    if measured["reserved"] is None:
+        expected["reserved"] = None
+        # On a CPU the peak includes the whole process, with Python and the data, which the plan does not predict.
+        if steps:
+            measured[PROCESS], measured["peak"] = measured["peak"], None
+    found = [
+        {"class": name, "planned_bytes": expected.get(name), "seen_bytes": seen} for name, seen in measured.items()
+    ]
+    return [row for row in found if row["planned_bytes"] is not None or row["seen_bytes"] is not None]
+
+
+def _numbers(steps: list[Json], key: str) -> list[float]:
+    return [value for row in steps if (value := number(row.get(key))) is not None]
+
+
 def _traffic_in(file: Path, notes: list[str]) -> list[Json]:
-    if not file.exists():
-        notes.append("There is no traffic.json in this run's folder: what a step moved is not known.")
-        return []
-    found = mapping(_json_in(file, notes))
-    sides = {kind: {_key(row): row for row in rows(found.get(kind))} for kind in ("planned", "seen")}
+    found = _json_in(file, notes, "what a step moved is not known") or {}
+    names = ("axis", "kind", "dtype")
+    sides = {
+        side: {tuple(text_of(row.get(name)) for name in names): row for row in rows(found.get(side))}
+        for side in ("planned", "seen")
+    }
     return [
         {
-            **dict(zip(("axis", "kind", "dtype"), key, strict=True)),
+            **dict(zip(names, key, strict=True)),
             **{f"{side}_calls": number(sides[side].get(key, {}).get("num_calls")) for side in sides},
             **{f"{side}_bytes": number(sides[side].get(key, {}).get("wire_bytes")) for side in sides},
         }
@@ -260,19 +222,14 @@ def _traffic_in(file: Path, notes: list[str]) -> list[Json]:
     ]
 
 
-def _key(row: Json) -> tuple[str, str, str]:
-    return text_of(row.get("axis")), text_of(row.get("kind")), text_of(row.get("dtype"))
-
-
 def _time(timed: list[Json], steps: list[Json], plan: Json | None = None) -> Json:
     """Compare step times. The measured one is the median of all rows but the first, which holds the warm-up."""
     timed = timed[1:] or timed
-    speeds, mfus = ([v for row in timed if (v := number(row.get(key))) is not None] for key in ("tokens_per_s", "mfu"))
-    tokens = _tokens_per_step(steps)
+    speeds, mfus = _numbers(timed, "tokens_per_s"), _numbers(timed, "mfu")
     found: Json = {}
     if speeds:
         found["seen_tokens_per_s"] = median(speeds)
-        if tokens:
+        if tokens := _tokens_per_step(steps):
             found["seen_step_s"] = tokens / max(median(speeds), 1e-9)
     if mfus:
         found["seen_mfu"] = median(mfus)
@@ -286,26 +243,50 @@ def _time(timed: list[Json], steps: list[Json], plan: Json | None = None) -> Jso
 
 def _tokens_per_step(steps: list[Json]) -> float | None:
     """Return tokens per step from the last two rows with a count: earlier batches may have had another size."""
-    known = [row for row in steps if number(row.get("tokens")) is not None]
-    if len(known) < 2:
-        return known[0]["tokens"] / known[0]["step"] if known and known[0]["step"] else None
-    return (known[-1]["tokens"] - known[-2]["tokens"]) / (known[-1]["step"] - known[-2]["step"])
-
-
-TIMES = {"step_s": ("step", seconds), "tokens_per_s": ("tokens/s, all ranks", whole), "mfu": ("MFU", percent)}
+    known = [(row["step"], row["tokens"]) for row in steps if number(row.get("tokens")) is not None]
+    (before, tokens_before), (last, tokens) = [(0, 0), (0, 0), *known][-2:]
+    return (tokens - tokens_before) / (last - before) if last > before else None
 
 
 class Pair(NamedTuple):
-    """One predicted and measured quantity, as numbers and as text; None: unknown."""
+    """One predicted and measured quantity; None: unknown. `words` formats a number."""
 
     name: str
     planned: float | None
     seen: float | None
-    words: tuple[str, str]
+    words: Callable[[float | None], str] = lambda value: "-" if value is None else size(value)
 
     @property
-    def ratio(self) -> str:
-        return f"{self.seen / self.planned:.3f}" if self.planned and self.seen is not None else "-"
+    def cells(self) -> tuple[str, str, str]:
+        ratio = f"{self.seen / self.planned:.3f}" if self.planned and self.seen is not None else "-"
+        return self.words(self.planned), self.words(self.seen), ratio
+
+    @property
+    def bars(self) -> list[tuple[str, float, str]]:
+        """The memory of a whole process is not on the same scale as the rest, and gets no bars."""
+        if self.name == PROCESS:
+            return []
+        values = {"predicted": self.planned, "measured": self.seen}
+        return [(side, value or 0.0, self.words(value)) for side, value in values.items()]
+
+
+_TIMES = {"step_s": ("step", seconds), "tokens_per_s": ("tokens/s, all ranks", whole), "mfu": ("MFU", percent)}
+
+
+def comparisons(run: Json) -> dict[str, list[Pair]]:
+    """Return the tables of predicted and measured quantities by title, without empty ones."""
+    memory = [Pair(row["class"], row["planned_bytes"], row["seen_bytes"]) for row in rows(run["memory"])]
+    traffic = [
+        Pair(f"{row['axis']} {row['kind'].replace('_', '-')} {row['dtype']}", row["planned_bytes"], row["seen_bytes"])
+        for row in rows(run["traffic"])
+    ]
+    times = [
+        Pair(name, run["time"].get(f"planned_{key}"), run["time"].get(f"seen_{key}"), words)
+        for key, (name, words) in _TIMES.items()
+    ]
+    times = [pair for pair in times if pair.planned is not None or pair.seen is not None]
+    found = {"memory of a rank": memory, "traffic of a step and rank": traffic, "time": times}
+    return {title: pairs for title, pairs in found.items() if pairs}
 
 
 def text(run: Json) -> str:
@@ -314,27 +295,18 @@ def text(run: Json) -> str:
     if loss := mapping(run["loss"]):
         evaluation = "" if run["eval_loss"] is None else f", evaluation {run['eval_loss']:.4f}"
         lines += [f"  loss  {_first(loss)} -> {loss['last']:.4f}{evaluation}", ""]
-    table = [("memory of a rank", "planned", "seen", "ratio")] if run["memory"] else []
-    table += _cells(_memory(run))
-    if run["traffic"]:
-        table += [("traffic of a step and rank", "planned", "seen", "ratio"), *_cells(_traffic(run))]
-    if run["time"]:
-        table += [("time", "planned", "seen", "ratio"), *_cells(_times(run))]
-    if table:
-        widths = [max(len(row[at]) for row in table) for at in range(4)]
-        for name, *cells in table:
-            numbers = (f"{cell:>{width}}" for cell, width in zip(cells, widths[1:], strict=True))
-            lines.append("  ".join([f"  {name:<{widths[0]}}", *numbers]).rstrip())
-        lines += [""] if run["notes"] else []
+    table: list[tuple[str, ...]] = []
+    for title, pairs in comparisons(run).items():
+        table += [(title, "predicted", "measured", "ratio"), *((f"  {pair.name}", *pair.cells) for pair in pairs)]
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    for name, *cells in table:
+        numbers = (f"{cell:>{width}}" for cell, width in zip(cells, widths[1:], strict=True))
+        lines.append("  ".join([f"  {name:<{widths[0]}}", *numbers]).rstrip())
+    lines += [""] if table else []
+    wrapper = textwrap.TextWrapper(terminal_width(), break_long_words=False, break_on_hyphens=False)
+    wrapper.initial_indent = wrapper.subsequent_indent = "  "
     for note in run["notes"]:
-        lines += textwrap.wrap(
-            note,
-            terminal_width(),
-            initial_indent="  ",
-            subsequent_indent="  ",
-            break_long_words=False,
-            break_on_hyphens=False,
-        )
+        lines += wrapper.wrap(note)
     return "\n".join(lines).rstrip()
 
 
@@ -345,76 +317,24 @@ def _first(loss: Json) -> str:
 
 def about(run: Json) -> str:
     """Describe the run and its machine: tiny, ddp (auto) on 2 x cpu, fp32."""
-    asked, runs = text_of(run["strategy"]), run["runs"]
-    strategy = f"{runs} ({asked})" if runs and asked and asked != runs else runs or asked
+    requested, runs = text_of(run["strategy"]), run["runs"]
+    strategy = f"{runs} ({requested})" if runs and requested and requested != runs else runs or requested
     where = f" on {run['device']}" if run["device"] else ""
     words = (run["model"], f"{strategy}{where}", run["precision"])
     return ", ".join(text_of(word) for word in words if word)
 
 
-def page_parts(run: Json) -> dict[str, Any]:
-    curve = curve_of(run)
-    conditions = [("folder", run["folder"]), *((key, run[key]) for key in ("model", "strategy", "precision"))]
+def page_parts(run: Json) -> Json:
+    curve = run["curve"]
     return {
         "about": about(run),
         "tiles": list(_tiles(run)),
-        "chart": draw(curve) if curve.train or curve.evaluation else None,
-        "has_evaluations": bool(curve.evaluation),
-        "has_left": any(curve.left),
-        "memory": _with_bars(_memory(run)),
-        "traffic": _with_bars(_traffic(run)),
-        "time": _cells(_times(run)),
-        "conditions": [(name, text_of(value)) for name, value in conditions if value],
+        "curve": curve,
+        "chart": draw_curve(curve) if curve["train"] or curve["evaluation"] else None,
+        "comparisons": comparisons(run),
+        "conditions": {name: text_of(run[name]) for name in ("folder", "model", "strategy", "precision") if run[name]},
         "notes": run["notes"],
     }
-
-
-def _memory(run: Json) -> list[Pair]:
-    return [_sizes(row["class"], row["planned_bytes"], row["seen_bytes"]) for row in rows(run["memory"])]
-
-
-def _traffic(run: Json) -> list[Pair]:
-    return [
-        _sizes(f"{row['axis']} {row['kind'].replace('_', '-')} {row['dtype']}", row["planned_bytes"], row["seen_bytes"])
-        for row in rows(run["traffic"])
-    ]
-
-
-def _sizes(name: str, planned: float | None, seen: float | None) -> Pair:
-    first, second = ("-" if value is None else size(value) for value in (planned, seen))
-    return Pair(name, planned, seen, (first, second))
-
-
-def _times(run: Json) -> list[Pair]:
-    found = []
-    for key, (name, words) in TIMES.items():
-        planned, seen = (number(mapping(run["time"]).get(f"{side}_{key}")) for side in ("planned", "seen"))
-        if planned is not None or seen is not None:
-            found.append(Pair(name, planned, seen, (words(planned), words(seen))))
-    return found
-
-
-def _cells(pairs: list[Pair]) -> list[tuple[str, str, str, str]]:
-    return [(f"  {pair.name}", *pair.words, pair.ratio) for pair in pairs]
-
-
-def _with_bars(pairs: list[Pair]) -> list[dict[str, Any]]:
-    """Return rows with bars; the memory of a whole process is not on the same scale, and gets none."""
-    most = max((value or 0.0 for pair in pairs if pair.name != PROCESS for value in pair[1:3]), default=0.0)
-    return [
-        {
-            "name": pair.name,
-            "cells": pair.words,
-            "ratio": pair.ratio,
-            "most": most,
-            "bars": [
-                (kind, value or 0.0, words)
-                for kind, value, words in zip(("planned", "seen"), pair[1:3], pair.words, strict=True)
-                if pair.name != PROCESS
-            ],
-        }
-        for pair in pairs
-    ]
 
 
 def _tiles(run: Json) -> Iterator[tuple[str, str, str]]:
@@ -422,15 +342,10 @@ def _tiles(run: Json) -> Iterator[tuple[str, str, str]]:
     of = f" of {run['max_steps']:,.0f}" if run["max_steps"] else ""
     yield "trained", f"{plural(run['step'], 'step')}{of}", f"{count(run['tokens'])} tokens"
     if loss := mapping(run["loss"]):
-        evaluation = run["eval_loss"]
-        yield (
-            "loss",
-            f"{loss['last']:.4f}",
-            f"from {_first(loss)}" + ("" if evaluation is None else f", evaluation {evaluation:.4f}"),
-        )
-    speed = number(run["time"].get("seen_tokens_per_s"))
-    if speed is not None:
-        yield "speed", f"{speed:,.0f}", "tokens/s on all ranks"
+        evaluation = "" if run["eval_loss"] is None else f", evaluation {run['eval_loss']:.4f}"
+        yield "loss", f"{loss['last']:.4f}", f"from {_first(loss)}{evaluation}"
+    if "seen_tokens_per_s" in run["time"]:
+        yield "speed", whole(run["time"]["seen_tokens_per_s"]), "tokens/s on all ranks"
     for row in rows(run["memory"]):
         if row["class"] in ("peak", PROCESS) and row["seen_bytes"] is not None:
             yield "peak memory", size(row["seen_bytes"]), "of a rank" if row["class"] == "peak" else "of a process"
