@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from shardwise.base.text import size
 from shardwise.planner.plan_json import plan_as_json
 from shardwise.planner.planning import plan
 from shardwise.version import VERSION
@@ -60,7 +61,7 @@ def test_a_peak_is_what_lies_there(answer: dict[str, Any]) -> None:
         assert sum(row["peak"]["bytes"].values()) == sizes["peak_active"]
         assert sizes["peak_active"] <= sum(sizes[name] for name in CLASSES)
         assert sizes["peak_active"] < sizes["peak_reserved_low"] < sizes["peak_reserved"] < sizes["peak_reserved_high"]
-        assert row["peak"]["text"].startswith(f"peak {sizes['peak_active'] / 1e9:,.1f} GB at ")
+        assert row["peak"]["text"].startswith(f"peak {size(sizes['peak_active'])} at ")
 
 
 def test_what_does_not_fit_says_why_and_what_would_help(answer: dict[str, Any]) -> None:

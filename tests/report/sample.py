@@ -136,7 +136,7 @@ def _strategy(
         "peak": {
             "instant": "loss",
             "bytes": {name: at_peak[name] for name in at_peak if name != "context"},
-            "text": f"peak {active / 1e9:.1f} GB at the loss: optimizer {optimizer / 1e9:.1f}, activations 5.4",
+            "text": f"peak {active / 1e9:.1f} GB at the loss: optimizer {optimizer / 1e9:.1f} GB, activations 5.42 GB",
         },
         "instants": _instants(state, at_peak, step_s or 6.0),
         "timeline": _timeline(step_s or 6.0),

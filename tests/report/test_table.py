@@ -85,7 +85,7 @@ def test_explain_gives_formula_and_source_of_each_term() -> None:
     (at,) = (at for at, line in enumerate(lines) if line.startswith("  optimizer"))
     assert lines[at].split() == ["optimizer", "52.9", "GB", "12", "B", "x", "params", "/", "16", "ranks"]
     assert lines[at + 1].strip() == "Adam"
-    assert lines[-2].startswith("At once: peak 79.1 GB at the loss: optimizer 52.9 GB, ")
+    assert lines[-1].startswith("At once: peak 79.1 GB at the loss: optimizer 52.9 GB, ")
     assert explain({}) == "This plan explains no terms."
 
 

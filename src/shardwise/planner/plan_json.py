@@ -8,6 +8,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from ..base.text import size
 from ..core.layout import Layout
 from ..core.schedule.state_bytes import kept_losses
 from ..core.schedule.step_schedule import NUM_REDUCTIONS, NUM_ROW_SLOTS
@@ -22,7 +23,7 @@ from .states import States, StatesRow
 Json = dict[str, Any]
 
 SECONDS_PER_DAY = 86400.0
-_WORDS = {"params": "parameters", "grads": "gradients", "gathered": "gathered units", "reduce": "reduction slots"}
+_WORDS = {"params": "parameters", "grads": "gradients", "gathered": "gathered units", "reduce": "reduction"}
 _LOSSES = {
     "chunked": "one chunk of logits, and the gradient of the head's weight",
     "plain": "14 B x tokens x vocabulary",
@@ -64,7 +65,6 @@ def _assessed(entry: Assessment, plan: Plan, num_tokens: float | None, in_full: 
         "strategy": dataclasses.asdict(strategy) if isinstance(strategy, Layout) else strategy,
         "tight": entry.fits and entry.is_tight,
         "nearest": plan.refusals.get(entry.name, ""),
-        "peak": {**_peak(entry.memory.peak), "text": peak_text(entry)},
         "step_seconds": timing.step_s,
         "compute_seconds": timing.compute_s,
         "tokens_per_second_per_gpu": entry.tokens_per_s,
@@ -125,16 +125,12 @@ def _row(entry: Assessment | StatesRow) -> Json:
 
 
 def _peak(peak: Instant) -> Json:
-    parts = ", ".join(f"{_WORDS.get(name, name)} {size / 1e9:,.1f}" for name, size in list(peak.by_class().items())[:3])
-    return {"instant": peak.name, "text": f"{peak.total / 1e9:,.1f} GB: {parts}", "bytes": peak.by_class()}
-
-
-def peak_text(entry: Assessment) -> str:
-    """Describe the peak in one line: its instant, and the memory classes there, the largest first."""
-    peak = entry.memory.peak
+    """Describe the peak: its instant, and the memory classes there, the largest first, without small ones."""
     parts = sorted(peak.by_class().items(), key=lambda part: -part[1])
-    named = ", ".join(f"{_WORDS.get(name, name)} {size / 1e9:,.1f}" for name, size in parts if size >= 5e7)
-    return f"peak {peak.total / 1e9:,.1f} GB at {at(peak.name)}: {named}"
+    parts = [(name, held) for name, held in parts if held >= max(peak.total / 200, 1)]
+    named = ", ".join(f"{_WORDS.get(name, name)} {size(held)}" for name, held in parts)
+    text = f"peak {size(peak.total)} at {at(peak.name)}: {named}"
+    return {"instant": peak.name, "text": text, "bytes": peak.by_class()}
 
 
 def at(name: str) -> str:

@@ -223,28 +223,60 @@ class Lane(NamedTuple):
     label: str
 
 
-def instants_of(strategy: Strategy) -> list[Instant]:
-    """Return the instants in their order."""
-    found: list[Instant] = []
+def draw_step(plan: Plan, chosen: Strategy) -> dict[str, object] | None:
+    """Return memory at every instant, and what each lane does; None if the plan has neither."""
+    instants: list[Instant] = []
     at_s = 0.0
-    for row in rows(strategy.row.get("instants")):
+    for row in rows(chosen.row.get("instants")):
         at_s = max(at_s, amount(row, "at_s"))
-        found.append(Instant(text_of(row.get("name")), at_s, stacked({**mapping(row.get("bytes")), CONTEXT: 0})))
-    return found
+        instants.append(Instant(text_of(row.get("name")), at_s, stacked({**mapping(row.get("bytes")), CONTEXT: 0})))
+    spans: dict[str, list[Span]] = {}
+    for row in rows(chosen.row.get("timeline")):
+        span = Span(text_of(row.get("name")), amount(row, "begin_s"), amount(row, "end_s"))
+        if span.end_s > span.begin_s:
+            spans.setdefault(text_of(row.get("lane")), []).append(span)
+    # Shorter than the step where equal micro-batches in its middle are left out.
+    drawn_s = max([at_s, *(span.end_s for lane in spans.values() for span in lane)])
+    step_s = chosen.amount("step_seconds")
+    full_s = drawn_s if 0 < drawn_s < WHOLE * step_s else max(drawn_s, step_s)
+    if not full_s or not (instants or spans):
+        return None
+    # Instants describe the allocator, without the context.
+    context = amount(chosen.held, CONTEXT)
+    room = max(plan.limit - context, 0.0) if plan.limit else None
+    order = [*LANES, *(name for name in spans if name not in LANES)]
+    return {
+        "seconds": max(full_s, chosen.step_s or 0.0),
+        "is_all": full_s >= step_s,
+        "memory": memory_over_time(instants, full_s, room) if instants else None,
+        "classes": CLASSES,
+        "lanes": [_lane(name, spans[name], full_s) for name in order if name in spans],
+        # The marks for every zoom level; the page shows those of one.
+        "axis": [
+            Mark(_short(value), 100 * value / full_s, f"z{zoom}", zoom)
+            for zoom in ZOOMS
+            for value in ticks(full_s, 5 * zoom)
+        ],
+        "zooms": ZOOMS,
+        "limit_word": f"{plan.device}, without {CLASSES[CONTEXT]}" if context else plan.device,
+    }
 
 
-def duration_of(strategy: Strategy, instants: Sequence[Instant]) -> float:
-    """Duration of the drawn part: shorter than the step where equal micro-batches in its middle are left out."""
-    ends = [amount(span, "end_s") for span in rows(strategy.row.get("timeline"))]
-    drawn = max([*ends, *(instant.at_s for instant in instants)], default=0.0)
-    step_s = strategy.amount("step_seconds")
-    return drawn if 0 < drawn < WHOLE * step_s else max(drawn, step_s)
+def _short(value: float) -> str:
+    """Format as seconds, or as milliseconds below one second."""
+    return "0" if value == 0 else f"{value:.4g} s" if value >= 1 else f"{value * 1e3:.4g} ms"
 
 
 def memory_over_time(instants: Sequence[Instant], full_s: float, limit: float | None) -> dict[str, object]:
     """Return areas and tooltips, the positions of horizontal lines in percent, and the instant of the peak."""
     peak = max(instants, key=lambda instant: instant.total)
-    shown = _fullest(instants, full_s)
+    shown = instants
+    if len(instants) > MOST_INSTANTS:
+        # Of those that share a column, the one with the most memory.
+        columns: dict[int, list[Instant]] = {}
+        for instant in instants:
+            columns.setdefault(int(MOST_INSTANTS * instant.at_s / full_s), []).append(instant)
+        shown = [max(column, key=lambda instant: instant.total) for column in columns.values()]
     if limit and limit > FAR * peak.total:
         limit = None
     top = HEADROOM * max(peak.total, limit or 0.0, 1.0)
@@ -265,10 +297,9 @@ def memory_over_time(instants: Sequence[Instant], full_s: float, limit: float | 
             areas[name] = f"{path([*upper, *reversed(lower)])}Z"
         below = above
     unit, factor = unit_for(top)
-    lines = {y(value * factor) / 10: f"{value:g} {unit}" for value in ticks(top / factor, 4)[1:]}
     return {
         "areas": areas,
-        "lines": lines,
+        "lines": {y(value * factor) / 10: f"{value:g} {unit}" for value in ticks(top / factor, 4)[1:]},
         "limit": limit and y(limit) / 10,
         "boxes": [
             Box(left, max(right - left, 0.1), "hover", str(instant))
@@ -280,67 +311,26 @@ def memory_over_time(instants: Sequence[Instant], full_s: float, limit: float | 
     }
 
 
-def _fullest(instants: Sequence[Instant], full_s: float) -> list[Instant]:
-    """Keep the instant with the most memory of those that share a column."""
-    if len(instants) <= MOST_INSTANTS:
-        return list(instants)
-    fullest: dict[int, Instant] = {}
-    for instant in instants:
-        place = int(MOST_INSTANTS * instant.at_s / full_s)
-        if place not in fullest or instant.total > fullest[place].total:
-            fullest[place] = instant
-    return list(fullest.values())
-
-
-def lanes_of(strategy: Strategy, full_s: float) -> list[Lane]:
-    spans: dict[str, list[Span]] = {}
-    for row in rows(strategy.row.get("timeline")):
-        begin, end = amount(row, "begin_s"), amount(row, "end_s")
-        if end > begin:
-            spans.setdefault(text_of(row.get("lane")), []).append(Span(text_of(row.get("name")), begin, end))
-    order = [*LANES, *(name for name in spans if name not in LANES)]
-    return [_lane(name, sorted(spans[name], key=lambda span: span.begin_s), full_s) for name in order if name in spans]
-
-
 def _lane(name: str, spans: list[Span], full_s: float) -> Lane:
-    busy_s, until = 0.0, 0.0
-    for span in spans:
-        busy_s += max(0.0, span.end_s - max(span.begin_s, until))
-        until = max(until, span.end_s)
+    busy_s, until_s = 0.0, 0.0
+    merged: list[Span] = []
+    for span in sorted(spans, key=lambda span: span.begin_s):
+        busy_s += max(0.0, span.end_s - max(span.begin_s, until_s))
+        until_s = max(until_s, span.end_s)
+        last = merged[-1] if merged else None
+        if last is not None and span.end_s - last.begin_s < full_s * FINEST:
+            # Neighbours that are too narrow to be seen.
+            called = last.name if last.num > 1 else f"from {last.name} on"
+            merged[-1] = Span(called, last.begin_s, max(last.end_s, span.end_s), last.num + 1)
+        else:
+            merged.append(span)
     boxes = []
-    for span in _merged(spans, full_s):
-        about = f"{span.name}\n{seconds(span.begin_s)} + {seconds(span.end_s - span.begin_s)}"
-        left, width = (STRETCHED * value / full_s for value in (span.begin_s, span.end_s - span.begin_s))
-        kind = span.name.partition(" ")[0]
+    for span in merged:
+        duration_s, kind = span.end_s - span.begin_s, span.name.partition(" ")[0]
+        about = f"{span.name}\n{seconds(span.begin_s)} + {seconds(duration_s)}"
         classes = f"l-{name} {kind}" if kind in PASSES else f"l-{name}"
+        left, width = STRETCHED * span.begin_s / full_s, STRETCHED * duration_s / full_s
         boxes.append(Box(left, width * FILLED, classes, about))
     called = LANES.get(name, name)
     label = f"{called}: busy {seconds(busy_s)} of {seconds(full_s)}, {len(spans):,} spans"
     return Lane(called, busy_s, busy_s / full_s, boxes, label)
-
-
-def _merged(spans: list[Span], full_s: float) -> list[Span]:
-    """Merge neighbours that are too narrow to be seen."""
-    found: list[Span] = []
-    for span in spans:
-        last = found[-1] if found else None
-        if last is not None and span.end_s - last.begin_s < full_s * FINEST:
-            name = last.name if last.num > 1 else f"from {last.name} on"
-            found[-1] = Span(name, last.begin_s, max(last.end_s, span.end_s), last.num + 1)
-        else:
-            found.append(span)
-    return found
-
-
-def time_axis(full_s: float) -> list[Mark]:
-    """Return the marks for every zoom level; the page shows those of one."""
-    return [
-        Mark(_short(value), 100 * value / full_s, f"z{zoom}", zoom)
-        for zoom in ZOOMS
-        for value in ticks(full_s, 5 * zoom)
-    ]
-
-
-def _short(value: float) -> str:
-    """Format as seconds, or as milliseconds below one second."""
-    return "0" if value == 0 else f"{value:.4g} s" if value >= 1 else f"{value * 1e3:.4g} ms"

@@ -12,8 +12,6 @@ from ..base.text import count, size
 from ..version import VERSION
 from . import charts
 from .plan_facts import (
-    CLASSES,
-    CONTEXT,
     PLACES,
     SEGMENTS,
     WIRES,
@@ -23,7 +21,6 @@ from .plan_facts import (
     amount,
     gigabytes,
     listed,
-    number,
     percent,
     rows,
     seconds,
@@ -34,7 +31,10 @@ from .run import page_parts
 
 HERE = Path(__file__).parent
 DAY_S = 86_400
-FILTERS = {"size": size, "gb": gigabytes, "seconds": seconds, "whole": whole, "percent": percent, "listed": listed}
+FILTERS = {
+    "size": size, "gb": gigabytes, "seconds": seconds, "whole": whole, "percent": percent, "listed": listed,
+    "text": text_of, "amount": amount,
+}  # fmt: skip
 
 
 def render(plan: Json | None, run: Json | None = None) -> str:
@@ -44,21 +44,19 @@ def render(plan: Json | None, run: Json | None = None) -> str:
     )
     environment.filters |= {**FILTERS, "num": lambda value: f"{value:.5g}"}
     planned = Plan(plan or {})
+    if run is None:
+        title = " on ".join(filter(None, (planned.model_words, planned.cluster_words))) or "Plan"
+    else:
+        title = ": ".join(filter(None, (text_of(run.get("name")), text_of(run.get("model")))))
     return environment.get_template("page.html.j2").render(
         css=Markup((HERE / "page.css").read_text()),
         version=VERSION,
-        title=_title(planned, run),
+        title=title,
         is_choice=run is None,
         run=None if run is None else page_parts(run),
         plan=None if plan is None else planned,
         **_parts(planned),
     )
-
-
-def _title(plan: Plan, run: Json | None) -> str:
-    if run is not None:
-        return ": ".join(word for word in (text_of(run.get("name")), text_of(run.get("model"))) if word)
-    return " on ".join(word for word in (plan.model_words, plan.cluster_words) if word) or "Plan"
 
 
 def _parts(plan: Plan) -> dict[str, Any]:
@@ -73,21 +71,12 @@ def _parts(plan: Plan) -> dict[str, Any]:
         "tiles_of_plan": [] if chosen is None else _tiles(plan, chosen),
         "legend": {name: label for name, label in SEGMENTS.items() if name in used},
         "scale": charts.scale_of(plan),
-        "step": None if chosen is None else _step(plan, chosen),
+        "step": None if chosen is None else charts.draw_step(plan, chosen),
         "wires": wires,
         "most": {name: max(strategy.amount("traffic_bytes", name) for strategy in plan.shown) for name in wires},
-        "traffic": [] if chosen is None else [_collective(row) for row in rows(chosen.row.get("traffic"))],
-        "explain": [
-            {key: text_of(term.get(key)) for key in ("term", "formula", "source")}
-            | {"bytes": number(term.get("bytes"))}
-            for term in rows(plan.json.get("explain"))
-        ],
+        "traffic": [] if chosen is None else rows(chosen.row.get("traffic")),
+        "explain": plan.terms,
     }
-
-
-def _collective(row: Json) -> dict[str, Any]:
-    words = {name: text_of(row.get(name)) for name in ("axis", "kind", "dtype")}
-    return {**words, "num_calls": int(amount(row, "num_calls")), "bytes": amount(row, "wire_bytes")}
 
 
 def _tiles(plan: Plan, chosen: Strategy) -> list[tuple[str, str, str]]:
@@ -110,24 +99,3 @@ def _tiles(plan: Plan, chosen: Strategy) -> list[tuple[str, str, str]]:
     if chosen.days:
         found.append(("whole training", f"{chosen.days} days", ""))
     return found
-
-
-def _step(plan: Plan, chosen: Strategy) -> dict[str, Any] | None:
-    instants = charts.instants_of(chosen)
-    full_s = charts.duration_of(chosen, instants)
-    lanes = charts.lanes_of(chosen, full_s) if full_s else []
-    if not full_s or not (instants or lanes):
-        return None
-    # Instants describe the allocator, without the context.
-    context = amount(chosen.held, CONTEXT)
-    room = max(plan.limit - context, 0.0) if plan.limit else None
-    return {
-        "seconds": max(full_s, chosen.step_s or 0.0),
-        "is_all": full_s >= chosen.amount("step_seconds"),
-        "memory": charts.memory_over_time(instants, full_s, room) if instants else None,
-        "classes": CLASSES,
-        "lanes": lanes,
-        "axis": charts.time_axis(full_s),
-        "zooms": charts.ZOOMS,
-        "limit_word": f"{plan.device}, without {CLASSES[CONTEXT]}" if context else plan.device,
-    }

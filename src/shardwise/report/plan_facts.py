@@ -10,7 +10,6 @@ from functools import cached_property
 from typing import Any
 
 from ..base.text import count, plural, size
-from ..planner.plan_json import at
 
 Json = dict[str, Any]
 
@@ -99,73 +98,51 @@ class Strategy:
     """A strategy of a plan. `title` names those with the same numbers too, which are not shown again."""
 
     def __init__(self, row: Json, plan: "Plan") -> None:
-        self.row, self.plan = row, plan
+        self.row = row
         self.name = self.title = text_of(row.get("name"))
         self.fits = bool(row.get("fits"))
         self.is_exact = row.get("exact") is not False  # no collective is quantised
-        self.held = mapping(row.get("per_gpu_bytes"))
         self.step_s, self.speed = number(row.get("step_seconds")), number(row.get("tokens_per_second_per_gpu"))
         # A CPU has no MFU: its peak is unknown.
         self.mfu = None if plan.device == "rank" else number(row.get("mfu"))
+        self.peak = text_of(mapping(row.get("peak")).get("text"))
+        self.held = mapping(row.get("per_gpu_bytes"))
+        # Bytes by class at the peak, and the context. If the instant of the peak is unknown, the maximum of each.
+        at_once = mapping(mapping(row.get("peak")).get("bytes")) or self.held
+        self.at_peak = stacked({**at_once, CONTEXT: self.held.get(CONTEXT)})
+        in_use = sum(value for name, value in self.at_peak.items() if name != CONTEXT)
+        self.segments = {**self.at_peak, RESERVE: max(0.0, amount(self.held, "peak_reserved") - in_use)}
+        # Memory that a GPU must have, and its lower and upper estimate, which differ by the allocator's reserve.
+        self.needed = sum(self.segments.values())
+        low, high = (number(self.held.get(f"peak_reserved_{end}")) for end in ("low", "high"))
+        self.interval: tuple[float, float] | None = None
+        if low is not None and high is not None and high > low:
+            self.interval = (low + amount(self.held, CONTEXT), high + amount(self.held, CONTEXT))
+        # It fits as expected, but not with the upper estimate.
+        is_over = plan.limit is not None and self.interval is not None and self.interval[1] > plan.limit
+        self.is_tight = bool(row["tight"]) if isinstance(row.get("tight"), bool) else self.fits and is_over
+        self._read_batch()
+
+    def _read_batch(self) -> None:
+        """Put the batch into words, also in short (mb 4 x 2): each strategy may have its own."""
+        micro, num = int(self.amount("micro_batch")), int(self.amount("num_micro_batches"))
+        checkpointing = text_of(self.row.get("checkpointing"))
+        self.checkpointing = "" if checkpointing == "none" else checkpointing
+        self.micro = (f"mb {micro}" + (f" x {num}" if num > 1 else "")) if micro else ""
+        self.batch = _joined(
+            f"micro-batch {micro}" if micro else "",
+            f"{num} of them a step" if num > 1 else "",
+            f"{self.checkpointing} checkpointing" if self.checkpointing else "",
+        )
 
     def amount(self, *names: str) -> float:
         return amount(self.row, *names)
 
-    @cached_property
-    def at_peak(self) -> dict[str, float]:
-        """Bytes by class at the peak, and the context. If the instant of the peak is unknown, the maximum of each."""
-        at_once = mapping(mapping(self.row.get("peak")).get("bytes")) or self.held
-        return stacked({**at_once, CONTEXT: self.held.get(CONTEXT)})
-
-    @cached_property
-    def segments(self) -> dict[str, float]:
-        """`at_peak` and the memory that the allocator holds beyond the peak in use, without the context."""
-        in_use = sum(value for name, value in self.at_peak.items() if name != CONTEXT)
-        return {**self.at_peak, RESERVE: max(0.0, amount(self.held, "peak_reserved") - in_use)}
-
-    @cached_property
-    def needed(self) -> float:
-        """Memory that a GPU must have: all classes at the peak, the context and the allocator's reserve."""
-        return sum(self.segments.values())
-
-    @cached_property
-    def interval(self) -> tuple[float, float] | None:
-        """Lower and upper estimate of `needed`; they differ by the allocator's reserve."""
-        low, high = (number(self.held.get(f"peak_reserved_{end}")) for end in ("low", "high"))
-        if low is None or high is None or high <= low:
-            return None
-        return low + amount(self.held, CONTEXT), high + amount(self.held, CONTEXT)
-
-    @cached_property
-    def is_tight(self) -> bool:
-        """True if the strategy fits as expected, but not with the upper estimate of the reserve."""
-        if isinstance(self.row.get("tight"), bool):
-            return bool(self.row["tight"])
-        limit = self.plan.limit
-        return self.fits and limit is not None and self.interval is not None and self.interval[1] > limit
-
     @property
     def offloaded(self) -> str:
         """The memory that the strategy needs on host and disk, in words."""
-        found = {place: self.amount(f"{place}_bytes") for place in PLACES}
-        return _joined(*(f"{size(num_bytes)} {PLACES[place]}" for place, num_bytes in found.items() if num_bytes))
-
-    @cached_property
-    def batch(self) -> str:
-        """The batch in words: each strategy may have its own micro-batch and checkpointing."""
-        micro, num = int(self.amount("micro_batch")), int(self.amount("num_micro_batches"))
-        checkpointing = self.row.get("checkpointing")
-        return _joined(
-            f"micro-batch {micro}" if micro else "",
-            f"{num} of them a step" if num > 1 else "",
-            f"{text_of(checkpointing)} checkpointing" if checkpointing not in (None, "", "none") else "",
-        )
-
-    @property
-    def micro(self) -> str:
-        """The micro-batches in short: mb 4 x 2."""
-        micro, num = int(self.amount("micro_batch")), int(self.amount("num_micro_batches"))
-        return (f"mb {micro}" + (f" x {num}" if num > 1 else "")) if micro else ""
+        found = {words: self.amount(f"{place}_bytes") for place, words in PLACES.items()}
+        return _joined(*(f"{size(num_bytes)} {words}" for words, num_bytes in found.items() if num_bytes))
 
     @property
     def layout(self) -> str:
@@ -178,22 +155,12 @@ class Strategy:
             patterns.setdefault(text_of(value), []).append(text_of(pattern))
         return "; ".join(f"{', '.join(_ranges(names))}: {value}" for value, names in patterns.items())
 
-    @cached_property
+    @property
     def days(self) -> str:
         days = number(self.row.get("days"))
         if days is None:
             return ""
         return f"{days:,.0f}" if days >= 9.95 else f"{days:.1f}" if days >= 0.095 else f"{days:.1g}"
-
-    @property
-    def peak(self) -> str:
-        """The peak in words: its instant and the memory classes there, the largest first, without small ones."""
-        peak = mapping(self.row.get("peak"))
-        held = stacked(mapping(peak.get("bytes")))
-        total = sum(held.values())
-        parts = sorted((pair for pair in held.items() if pair[1] >= total / 200), key=lambda pair: -pair[1])
-        when = at(text_of(peak.get("instant")))
-        return f"peak {size(total)} at {when}: {listed(dict(parts))}" if held else text_of(peak.get("text"))
 
     @property
     def numbers(self) -> object:
@@ -223,6 +190,8 @@ class Plan:
         found = [Strategy(row, self) for row in rows(plan.get("strategies"))]
         self.best = next((strategy for strategy in found if name and strategy.row.get("name") == name), None)
         self.strategies = sorted(found, key=self._rank)
+        # The recommended strategy, or the only one.
+        self.chosen = self.best or (found[0] if len(found) == 1 else None)
 
     def _rank(self, strategy: Strategy) -> tuple[bool, bool, float]:
         cost = strategy.step_s if strategy.fits else strategy.needed
@@ -231,11 +200,6 @@ class Plan:
     def uses(self, *names: str) -> bool:
         """True if any strategy has a value above 0 there."""
         return any(strategy.amount(*names) > 0 for strategy in self.strategies)
-
-    @property
-    def chosen(self) -> Strategy | None:
-        """The recommended strategy, or the only one."""
-        return self.best or (self.strategies[0] if len(self.strategies) == 1 else None)
 
     @cached_property
     def shown(self) -> list[Strategy]:
@@ -246,6 +210,15 @@ class Plan:
         for first, *others in found.values():
             first.title = first.name + (f" ({', '.join(other.name for other in others)})" if others else "")
         return [group[0] for group in found.values()]
+
+    @property
+    def terms(self) -> list[dict[str, str]]:
+        """The terms of the recommended strategy's memory as texts: name, size, formula and source of each."""
+        found = []
+        for row in rows(self.json.get("explain")):
+            term, num_bytes = {name: text_of(row.get(name)) for name in ("term", "formula", "source")}, row.get("bytes")
+            found.append({**term, "size": "-" if number(num_bytes) is None else size(amount(num_bytes))})
+        return found
 
     @property
     def reason(self) -> str:

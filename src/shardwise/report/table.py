@@ -9,8 +9,7 @@ import textwrap
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from ..base.text import size
-from .plan_facts import Json, Plan, Strategy, gigabytes, number, percent, rows, seconds, text_of, whole
+from .plan_facts import Json, Plan, gigabytes, percent, seconds, whole
 
 WIDTH = 100  # maximum width of sentences
 NARROWEST = 40
@@ -50,20 +49,17 @@ def show(plan: Json) -> None:
 
 def explain(plan: Json) -> str:
     """The terms of the recommended strategy's memory: bytes, formula and source of each."""
-    terms, best = rows(plan.get("explain")), Plan(plan).best
+    terms, best = Plan(plan).terms, Plan(plan).best
     if not terms:
         return "This plan explains no terms."
-    head = [f"Memory of {best.name}, term by term:", ""] if best is not None else []
-    width = max(len(text_of(term.get("term"))) for term in terms)
-    lines = []
+    lines = [f"Memory of {best.name}, term by term:", ""] if best is not None else []
+    width = max(len(term["term"]) for term in terms)
     for term in terms:
-        num_bytes = number(term.get("bytes"))
-        first = f"  {text_of(term.get('term')):<{width}}  {'-' if num_bytes is None else size(num_bytes):>8}  "
-        lines += _wrapped(text_of(term.get("formula")) or "-", first)
-        if source := text_of(term.get("source")):
-            lines += _wrapped(source, " " * (len(first) + 2))
-    last = ["", *_wrapped(f"At once: {best.peak}", "")] if best is not None and best.peak else []
-    return "\n".join([*head, *lines, *last])
+        first = f"  {term['term']:<{width}}  {term['size']:>8}  "
+        lines += _wrapped(term["formula"] or "-", first)
+        lines += _wrapped(term["source"], " " * (len(first) + 2)) if term["source"] else []
+    lines += ["", *_wrapped(f"At once: {best.peak}", "")] if best is not None and best.peak else []
+    return "\n".join(lines)
 
 
 def _lines(plan: Plan, width: int) -> Iterator[Line]:
@@ -131,15 +127,18 @@ def _width(title: str, cells: list[str]) -> int:
 
 def _columns(plan: Plan) -> dict[str, list[str]]:
     shown, device = plan.shown, plan.device
+    between = [
+        f" ({gigabytes(s.interval[0])}-{gigabytes(s.interval[1])})" if s.fits and s.interval else "" for s in shown
+    ]
+    # Settings in which strategies differ, in short: mb 4 x 2, full.
+    settings = ([s.micro for s in shown], [s.checkpointing for s in shown])
+    differing = [column for column in settings if len(set(column)) > 1]
     columns = {
         "strategy": [s.title if s.is_exact else f"{s.title}{ROUNDS}" for s in shown],
-        "with": _differences(shown),
+        "with": [", ".join(filter(None, words)) or "-" for words in zip(*differing, strict=True)],
         "fits": ["tight" if s.is_tight else "yes" if s.fits else "no" for s in shown],
-        f"GB per {device}": [_gigabytes_needed(s) for s in shown],
-    }
-    if plan.limit:
-        columns[f"of {plan.limit / 1e9:.0f} GB"] = [_bar(s.needed / plan.limit) for s in shown]
-    columns |= {
+        f"GB per {device}": [f"{gigabytes(s.needed)}{words}" for s, words in zip(shown, between, strict=True)],
+        f"of {(plan.limit or 0) / 1e9:.0f} GB": [_bar(s.needed / plan.limit) for s in shown if plan.limit],
         "step": [seconds(s.step_s) for s in shown],
         f"tok/s/{device}": [whole(s.speed) for s in shown],
         "MFU": [percent(s.mfu) for s in shown],
@@ -156,25 +155,12 @@ def _columns(plan: Plan) -> dict[str, list[str]]:
     return {title: cells for title, cells in columns.items() if cells}
 
 
-def _differences(shown: list[Strategy]) -> list[str]:
-    """Return the settings in which strategies differ, in short: mb 4 x 2, full. Empty if all have the same."""
-    checkpointing = [text_of(strategy.row.get("checkpointing")).replace("none", "") for strategy in shown]
-    parts = [column for column in ([strategy.micro for strategy in shown], checkpointing) if len({*column}) > 1]
-    return [", ".join(word for word in words if word) or "-" for words in zip(*parts, strict=True)]
-
-
 def _laid_out(cells: dict[str, str], widths: dict[str, int]) -> str:
     laid = [
         f"{cell:<{widths[title]}}" if title.startswith(LEFT) else f"{cell:>{widths[title]}}"
         for title, cell in cells.items()
     ]
     return "  ".join(laid).rstrip()
-
-
-def _gigabytes_needed(strategy: Strategy) -> str:
-    between = strategy.interval if strategy.fits else None
-    shown = gigabytes(strategy.needed)
-    return shown if between is None else f"{shown} ({gigabytes(between[0])}-{gigabytes(between[1])})"
 
 
 def _bar(share: float) -> str:
