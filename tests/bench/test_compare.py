@@ -9,7 +9,7 @@ import pytest
 
 from shardwise.base.errors import ConfigurationError
 from shardwise.bench import results
-from shardwise.bench.case import SHAPES, Case, settings_of, with_intra
+from shardwise.bench.case import SHAPES, Case, settings_of
 from shardwise.bench.compare import Findings, Session, run
 from shardwise.bench.launch import Outcome
 from shardwise.bench.overlap import Overlap
@@ -150,7 +150,7 @@ FABRIC = parse("2x4,intra=400GB/s")
 
 
 def test_on_a_fabric_floors_stand_beside_and_only_first_losses_count() -> None:
-    links = [with_intra(FABRIC, speed) for speed in (1000, 400)]
+    links = [replace(FABRIC, intra=replace(FABRIC.intra, gigabytes_per_s=speed)) for speed in (1000, 400)]
     settings = settings_of(SMOKE, [SHAPES["smoke"]], ["fp32", "bf16"], links)
     wires = {"intra": {"seconds": 0.01, "bytes": 4e6}, "inter": {"seconds": 0.02, "bytes": 1e6}}
     wild = outcome(0.2, losses=(3.0, 70.0, 80.0), wires=wires)

@@ -61,7 +61,6 @@ def test_no_name_is_suggested_that_only_begins_alike() -> None:
         (lambda top: top.number("key", 7), "nan", "it is not a number"),
         (lambda top: top.flag("key", 7), "2", "it is not true or false"),
         (lambda top: top.word("key", ("cpu", "nvme"), 7), "gpu", "it is unknown; did you mean 'cpu'? known: cpu, nvme"),
-        (lambda top: top.numbers("key", 7), ["1", "x"], "it is not a list of numbers"),
         (lambda top: top.texts("key", 7), [["x"]], "it is not a list of names"),
     ],
 )

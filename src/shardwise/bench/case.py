@@ -9,10 +9,11 @@ an offload or a part of ZeRO++: `3+offload`, `3+offload:0.6` for a part of the o
 A `Case` is everything that a worker process needs to know; it is passed to the worker as JSON.
 """
 
+import itertools
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
-from typing import Any
 
 from ..base.errors import ConfigurationError, did_you_mean
 from ..core.layout import AUTO, MOST_SPLIT, Layout, layout_of
@@ -29,6 +30,7 @@ FLOORS = ("compute", "compute+update")
 SINGLE_PROCESS = ("plain", *FLOORS)  # contenders that need no process group
 EXAMPLE = '{"blocks.[0-7]": "zero2", "*": "zero3"}'
 MODIFIERS = ("early", "capture", "meta")
+LAYOUT_FIELDS = {field.name for field in fields(Layout)}
 
 # Kinds of offload, and the ZeRO stages that support each.
 OFFLOADS: dict[str, tuple[int, ...]] = {
@@ -58,32 +60,21 @@ class DeepSpeed:
 
 def read_deepspeed(argument: str) -> DeepSpeed:
     """Parse the text after `deepspeed:` in a contender's name."""
-    name = f"'{DEEPSPEED}:{argument}'"
+    name = f"--peers: '{DEEPSPEED}:{argument}'"
     stage, plus, words = argument.partition("+")
-    if stage not in ("0", "1", "2", "3"):
-        raise ConfigurationError(f"--peers: {name}; say which ZeRO stage, {DEEPSPEED}:0 to {DEEPSPEED}:3")
-    if not plus:
-        return DeepSpeed(int(stage))
     word, colon, part = words.partition(":")
-    known = OFFLOADS | dict.fromkeys(ZEROPP, (3,))
-    if word not in known:
-        raise ConfigurationError(f"--peers: {name}: unknown option {word!r}; {did_you_mean(word, known)}")
-    if int(stage) not in known[word]:
-        stages = " or ".join(map(str, known[word]))
-        raise ConfigurationError(f"--peers: {name}; DeepSpeed has {word!r} at stage {stages} only")
-    if not colon:
-        return DeepSpeed(3, parts=ZEROPP[word]) if word in ZEROPP else DeepSpeed(int(stage), word)
-    if stage != "3" or word == NVME or word in ZEROPP:
-        raise ConfigurationError(
-            f"--peers: {name}; DeepSpeed offloads a part of the optimizer to the host only, at stage 3"
-        )
-    try:
-        ratio = float(part)
-    except ValueError:
-        ratio = -1.0
-    if not 0 < ratio <= 1:
-        raise ConfigurationError(f"--peers: {name}; {part!r} is not a part of the optimizer: write 0.6")
-    return DeepSpeed(int(stage), word, ratio)
+    stages = {**OFFLOADS, **dict.fromkeys(ZEROPP, (3,))}
+    if stage not in ("0", "1", "2", "3"):
+        raise ConfigurationError(f"{name}; say which ZeRO stage, {DEEPSPEED}:0 to {DEEPSPEED}:3")
+    if plus and word not in stages:
+        raise ConfigurationError(f"{name}: unknown option {word!r}; {did_you_mean(word, stages)}")
+    if plus and int(stage) not in stages[word]:
+        raise ConfigurationError(f"{name}; DeepSpeed has {word!r} at stage {' or '.join(map(str, stages[word]))} only")
+    if colon and (stage != "3" or word == NVME or word in ZEROPP):
+        raise ConfigurationError(f"{name}; DeepSpeed offloads a part of the optimizer to the host only, at stage 3")
+    if colon and (not re.fullmatch(r"\d*\.?\d+", part) or not 0 < float(part) <= 1):
+        raise ConfigurationError(f"{name}; {part!r} is not a part of the optimizer: write 0.6")
+    return DeepSpeed(int(stage), "" if word in ZEROPP else word, float(part or 1), ZEROPP.get(word, ()))
 
 
 def strategies_in(text: str) -> list[str]:
@@ -116,29 +107,25 @@ def read_strategy(text: str) -> tuple[str | dict[str, Layout], set[str]]:
                 f"--strategies: {text!r}: unknown modifier {modifier!r}; {did_you_mean(modifier, MODIFIERS)}"
             )
     if end:
-        rows = json.loads(text[:end]).items()
-        return {pattern: layout_of(_row(value)) for pattern, value in rows}, set(modifiers)
-    _layout_by(name)
+        rows = json.loads(text[:end])
+        for row in rows.values():
+            for key in row.keys() - LAYOUT_FIELDS if isinstance(row, dict) else ():
+                raise ConfigurationError(f"--strategies: a layout has no {key!r}; {did_you_mean(key, LAYOUT_FIELDS)}")
+        layouts = {name: layout_of(Layout(**row) if isinstance(row, dict) else row) for name, row in rows.items()}
+        return layouts, set(modifiers)
+    _layouts(name)
     return name, set(modifiers)
-
-
-def _row(value: Any) -> str | Layout:
-    """A preset's name, or a layout written out as an object."""
-    if not isinstance(value, dict):
-        return value
-    known = [field.name for field in fields(Layout)]
-    for key in value.keys() - known:
-        raise ConfigurationError(f"--strategies: a layout has no {key!r}; {did_you_mean(key, known)}")
-    return Layout(**value)
 
 
 def is_auto(strategy: str | dict[str, Layout]) -> bool:
     return isinstance(strategy, str) and strategy.lower().partition("+")[0] == AUTO
 
 
-def _layout_by(name: str) -> Layout:
-    """The layout of a preset. For `auto`, that of the preset that shards most."""
-    return layout_of(MOST_SPLIT + name[len(AUTO) :] if is_auto(name) else name)
+def _layouts(strategy: str | dict[str, Layout]) -> list[Layout]:
+    """The layouts of a strategy. For `auto`, that of the preset that shards most."""
+    if not isinstance(strategy, str):
+        return list(strategy.values())
+    return [layout_of(MOST_SPLIT + strategy[len(AUTO) :] if is_auto(strategy) else strategy)]
 
 
 def peers_in(text: str) -> list[str]:
@@ -162,9 +149,7 @@ def needs_disk(contender: str) -> bool:
         return read_deepspeed(argument).offload == NVME
     if family != OURS:
         return False
-    strategy, _ = read_strategy(argument)
-    layouts = [_layout_by(strategy)] if isinstance(strategy, str) else strategy.values()
-    return any(layout.uses_disk for layout in layouts)
+    return any(layout.uses_disk for layout in _layouts(read_strategy(argument)[0]))
 
 
 def label(contender: str) -> str:
@@ -274,17 +259,8 @@ def one_process(case: Case) -> Case:
 
 def settings_of(base: Case, shapes: Sequence[Shape], reduces: Sequence[str], fabrics: Sequence[Fabric]) -> list[Case]:
     """The product of `base` with shapes, reduction dtypes and fabrics; every contender runs in each setting."""
-    on_fabrics = [
-        replace(base, fabric=str(fabric), world_size=fabric.world_size, node_size=fabric.node_size)
-        for fabric in fabrics
-    ]
+    worlds = [{"fabric": str(one), "world_size": one.world_size, "node_size": one.node_size} for one in fabrics] or [{}]
     return [
-        replace(setting, shape=shape, reduce=reduce)
-        for shape in shapes
-        for reduce in reduces
-        for setting in (on_fabrics or [base])
+        replace(base, shape=shape, reduce=reduce, **world)
+        for shape, reduce, world in itertools.product(shapes, reduces, worlds)
     ]
-
-
-def with_intra(fabric: Fabric, gigabytes_per_s: float) -> Fabric:
-    return replace(fabric, intra=replace(fabric.intra, gigabytes_per_s=gigabytes_per_s))

@@ -15,7 +15,7 @@ import torch
 from ..base.errors import ConfigurationError
 from ..core.layout import layouts_for
 from ..core.schedule.units import find_units
-from .case import FLOORS, Case, label, needs_disk, one_process, read_strategy
+from .case import FLOORS, Case, Shape, label, needs_disk, one_process, read_strategy
 from .launch import Calls, Launch, Outcome, Say
 from .model import build
 
@@ -100,26 +100,22 @@ def run(session: Session, launch: Launch, say: Say) -> Iterator[Findings]:
     for case, outcome in references.items():
         say(f"one process, {case.shape.name}: {outcome.error or 'reference losses are known'}")
     outcomes: dict[Case, list[Outcome]] = {case: [] for case in cases}
-    num_left = session.repetitions * len(cases)
+    num_left = num_runs = session.repetitions * len(cases)
     for _ in range(session.repetitions):
         for case in cases:
             num_left -= 1
-            if all(seen.status == "ok" for seen in outcomes[case]):
+            if all(earlier.status == "ok" for earlier in outcomes[case]):
                 outcome = launch(case)
                 outcomes[case].append(outcome)
-                num_runs = session.repetitions * len(cases)
-                say(f"[{num_runs - num_left}/{num_runs}] {case}: {_seen(outcome)}")
-                seen = {case: found for case, found in outcomes.items() if found}
-                yield Findings(session, seen, _verdicts(seen, references), num_left)
+                result = f"{outcome.status}: {outcome.error}"
+                if outcome.status == "ok":
+                    first = outcome.answers[0]
+                    result = f"{statistics.median(first['seconds']):.4f} s per step, set up in {first['setup_s']:.0f} s"
+                say(f"[{num_runs - num_left}/{num_runs}] {case}: {result}")
+                so_far = {case: found for case, found in outcomes.items() if found}
+                yield Findings(session, so_far, _verdicts(so_far, references), num_left)
     calls = added_calls(cases, launch, say) if session.count_calls else {}
     yield Findings(session, outcomes, _verdicts(outcomes, references), 0, calls)
-
-
-def _verdicts(outcomes: dict[Case, list[Outcome]], references: dict[Case, Outcome]) -> dict[Case, Verdict]:
-    return {
-        case: judge(case, found, *_expected(case, outcomes, references.get(one_process(case))))
-        for case, found in outcomes.items()
-    }
 
 
 def losses_of(outcome: Outcome) -> list[float]:
@@ -128,48 +124,36 @@ def losses_of(outcome: Outcome) -> list[float]:
     return [statistics.fmean(losses) for losses in zip(*by_rank, strict=True)]
 
 
-def _expected(case: Case, outcomes: dict[Case, list[Outcome]], reference: Outcome | None) -> tuple[list[float], str]:
-    """The losses that `case` should have, and the name of the contender they come from."""
-    if reference is not None and reference.status == "ok":
-        return losses_of(reference), "one process"
-    for other, found in outcomes.items():
-        if other.shape == case.shape and found and found[0].status == "ok":
-            return losses_of(found[0]), label(other.contender)
-    return [], "nobody"
-
-
-def tolerance(case: Case) -> float:
-    return 2e-2 + case.tokens_per_step**-0.5 if case.fabric else TOLERANCES[case.precision]
+def _verdicts(outcomes: dict[Case, list[Outcome]], references: dict[Case, Outcome]) -> dict[Case, Verdict]:
+    """Compare each case with one process, or else with the first contender that trained the same shape."""
+    verdicts = {}
+    for case, found in outcomes.items():
+        known = [("one process", outcome) for outcome in [references.get(one_process(case))] if outcome]
+        known += [
+            (label(other.contender), runs[0]) for other, runs in outcomes.items() if runs and other.shape == case.shape
+        ]
+        whose, reference = next(
+            ((name, outcome) for name, outcome in known if outcome.status == "ok"), ("nobody", Outcome())
+        )
+        verdicts[case] = judge(case, found, losses_of(reference), whose)
+    return verdicts
 
 
 def judge(case: Case, outcomes: Sequence[Outcome], expected: Sequence[float], whose: str) -> Verdict:
     failed = next((outcome for outcome in outcomes if outcome.status != "ok"), None)
     if failed is not None:
         return Verdict(failed.status, failed.error)
-    allowed = tolerance(case)
+    allowed = 2e-2 + case.tokens_per_step**-0.5 if case.fabric else TOLERANCES[case.precision]
     largest = 0.0
     for outcome in outcomes:
-        for step, (seen, want) in enumerate(zip(losses_of(outcome), expected, strict=True)):
-            if case.fabric and step:
-                break
-            apart = abs(seen - want) / abs(want)
+        pairs = list(zip(losses_of(outcome), expected, strict=True))
+        for step, (measured, want) in enumerate(pairs[:1] if case.fabric else pairs):
+            apart = abs(measured - want) / abs(want)
             largest = max(largest, apart)
             if not apart <= allowed:  # also true for NaN
-                return Verdict(
-                    "differs",
-                    f"the loss of step {step} is {seen:.6g}, that of {whose} {want:.6g}: "
-                    f"{apart:.1e} apart, {allowed:.0e} allowed",
-                    whose,
-                    apart,
-                )
+                losses = f"the loss of step {step} is {measured:.6g}, that of {whose} {want:.6g}"
+                return Verdict("differs", f"{losses}: {apart:.1e} apart, {allowed:.0e} allowed", whose, apart)
     return Verdict("ok", compared_with=whose, loss_difference=largest)
-
-
-def _seen(outcome: Outcome) -> str:
-    if outcome.status != "ok":
-        return f"{outcome.status}: {outcome.error}"
-    seconds = statistics.median(outcome.answers[0]["seconds"])
-    return f"{seconds:.4f} s per step, set up in {outcome.answers[0]['setup_s']:.0f} s"
 
 
 def added_calls(cases: Sequence[Case], launch: Launch, say: Say) -> dict[Case, AddedCalls]:
@@ -178,15 +162,12 @@ def added_calls(cases: Sequence[Case], launch: Launch, say: Say) -> dict[Case, A
     They are counted once per contender and shape: links and dtypes change no calls.
     """
     launch = cache(launch)  # the plain model is needed more than once
-    found: dict[Case, AddedCalls] = {}
+    by_name: dict[tuple[str, Shape], AddedCalls | None] = {}
     for case in cases:
-        if case.contender not in FLOORS:
-            same = (case.contender, case.shape)
-            known = (calls for other, calls in found.items() if (other.contender, other.shape) == same)
-            added = next(known, None) or _added(case, launch, say)
-            if added is not None:
-                found[case] = added
-    return found
+        if case.contender not in FLOORS and not by_name.get((case.contender, case.shape)):
+            by_name[case.contender, case.shape] = _added(case, launch, say)
+    found = {case: by_name.get((case.contender, case.shape)) for case in cases}
+    return {case: added for case, added in found.items() if added is not None}
 
 
 def _added(case: Case, launch: Launch, say: Say) -> AddedCalls | None:
@@ -206,5 +187,4 @@ def _added(case: Case, launch: Launch, say: Say) -> AddedCalls | None:
 
 
 def _subtract(calls: Calls, others: Calls) -> Calls:
-    names = {*calls, *others}
-    return {name: calls.get(name, 0) - others.get(name, 0) for name in names}
+    return {name: calls.get(name, 0) - others.get(name, 0) for name in {*calls, *others}}

@@ -19,17 +19,7 @@ import shardwise as sw
 
 from ..base.errors import ConfigurationError
 from ..trainer.checkpointing import Mode, checkpoint_blocks
-from .case import (
-    HSDP,
-    NVME,
-    OFFLOADED_FSDP2,
-    Case,
-    DeepSpeed,
-    is_auto,
-    needs_disk,
-    read_deepspeed,
-    read_strategy,
-)
+from .case import HSDP, NVME, OFFLOADED_FSDP2, Case, DeepSpeed, is_auto, needs_disk, read_deepspeed, read_strategy
 from .model import build, device_of, loss_of, num_params
 
 # The same hyper-parameters for every contender.
@@ -105,31 +95,23 @@ def clipping(case: Case, clip_to: Callable[[float], object]) -> Callable[[], obj
     return partial(clip_to, case.clip) if case.clip else lambda: None
 
 
-def torch_clipping(case: Case, model: nn.Module) -> Callable[[], object]:
-    return clipping(case, partial(nn.utils.clip_grad_norm_, list(model.parameters())))
-
-
-def autocast(case: Case) -> Callable[[], AbstractContextManager[Any]]:
-    return partial(torch.autocast, case.device, torch.bfloat16) if case.precision == "bf16" else nullcontext
+def autocast_run(case: Case, model: nn.Module, before_last: Callable[[], Any] = nullcontext) -> Run:
+    """A model that computes under autocast, and whose gradients torch can clip as they are."""
+    clip = clipping(case, partial(nn.utils.clip_grad_norm_, list(model.parameters())))
+    forward = partial(torch.autocast, case.device, torch.bfloat16) if case.precision == "bf16" else nullcontext
+    return Run(step_of(model, adamw(model.parameters()), clip, forward, before_last), WEIGHTS[case.precision])
 
 
 def plain(case: Case) -> Run:
-    model = model_of(case)
-    step = step_of(model, adamw(model.parameters()), torch_clipping(case, model), forward=autocast(case))
-    return Run(step, WEIGHTS[case.precision])
+    return autocast_run(case, model_of(case))
 
 
 def compute(case: Case) -> Run:
+    """Forward and backward alone."""
     model = model_of(case, COMPUTE[case.precision])
     nothing = torch.optim.SGD([torch.zeros(0)])
-
-    def step(micro_batches: Sequence[Tensor]) -> Tensor:
-        loss = forward_and_backward(micro_batches)
-        model.zero_grad()
-        return loss
-
-    forward_and_backward = step_of(model, nothing, lambda: None)
-    return Run(step, COMPUTE[case.precision])
+    # Gradients are dropped where the others clip them.
+    return Run(step_of(model, nothing, clip=model.zero_grad), COMPUTE[case.precision])
 
 
 def compute_and_update(case: Case) -> Run:
@@ -150,8 +132,7 @@ def compute_and_update(case: Case) -> Run:
 def shardwise(case: Case, strategy: str) -> Run:
     sw.init(device=device_of(case))
     layouts, modifiers = read_strategy(strategy)
-    is_chosen = is_auto(layouts)
-    is_meta = "meta" in modifiers
+    is_chosen, is_meta = is_auto(layouts), "meta" in modifiers
     model = model_of(case, device=torch.device("meta") if is_meta else None)
     model, optimizer = sw.shard(
         model,
@@ -164,12 +145,8 @@ def shardwise(case: Case, strategy: str) -> Run:
         batch=(case.batch, case.shape.tokens, case.micro_batches) if is_chosen else None,
         disk_path=case.disk_path or None if is_chosen or needs_disk(case.contender) else None,
     )
-    step = step_of(
-        model,
-        optimizer,
-        clipping(case, optimizer.clip_grad_norm),
-        before_last=partial(sw.accumulate, model),
-    )
+    clip = clipping(case, optimizer.clip_grad_norm)
+    step = step_of(model, optimizer, clip, before_last=partial(sw.accumulate, model))
     if "capture" in modifiers:
         captured = sw.capture(model, optimizer, lambda *micro_batches: step(micro_batches))
         return Run(lambda micro_batches: captured(*micro_batches).clone(), COMPUTE[case.precision], _HOST_UPDATES)
@@ -184,10 +161,7 @@ def torch_ddp(case: Case) -> Run:
         from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 
         model.register_comm_hook(None, bf16_compress_hook)
-    step = step_of(
-        model, adamw(model.parameters()), torch_clipping(case, model), autocast(case), before_last=model.no_sync
-    )
-    return Run(step, WEIGHTS[case.precision])
+    return autocast_run(case, model, before_last=model.no_sync)
 
 
 def fsdp1(case: Case) -> Run:
@@ -235,15 +209,15 @@ def fsdp2(case: Case, is_offloaded: bool = False, is_replicated: bool = False) -
     for module, following in zip([model, *firsts], firsts, strict=False):
         module.set_modules_to_forward_prefetch([following])
     _own_group_for_reductions(model, num_shards=sizes[-1])
-    step = step_of(model, adamw(model.parameters()), clipping(case, partial(_clip_sharded, model)))
-    return Run(step, compute_dtype, _OPTIMIZER_STEP if is_offloaded else "")
-
-
-def _clip_sharded(model: nn.Module, max_norm: float) -> None:
-    """Clip with one reduction of the norm, not one for every gradient that is scaled."""
     params = list(model.parameters())
-    norm: Any = nn.utils.get_total_norm([param.grad for param in params if param.grad is not None], foreach=True)
-    nn.utils.clip_grads_with_norm_(params, max_norm, norm.full_tensor(), foreach=True)
+
+    def clip(max_norm: float) -> None:
+        """Clip with one reduction of the norm, not one for every gradient that is scaled."""
+        norm: Any = nn.utils.get_total_norm([param.grad for param in params if param.grad is not None], foreach=True)
+        nn.utils.clip_grads_with_norm_(params, max_norm, norm.full_tensor(), foreach=True)
+
+    step = step_of(model, adamw(params), clipping(case, clip))
+    return Run(step, compute_dtype, _OPTIMIZER_STEP if is_offloaded else "")
 
 
 def _own_group_for_reductions(model: Any, num_shards: int) -> None:
@@ -311,23 +285,25 @@ def config_of(case: Case, request: DeepSpeed) -> dict[str, Any]:
         "allgather_bucket_size": bucket_elems,
     }
     if is_third:
-        zero |= {"stage3_prefetch_bucket_size": bucket_elems}
-        zero |= {"sub_group_size": bucket_elems if is_super else 1_000_000_000}
-    place: dict[str, Any] = {"device": "nvme", "nvme_path": case.disk_path} if on_disk else {"device": "cpu"}
-    place["pin_memory"] = True
+        zero["stage3_prefetch_bucket_size"] = bucket_elems
+        zero["sub_group_size"] = bucket_elems if is_super else 1_000_000_000
+    place: dict[str, Any] = {"device": "cpu", "pin_memory": True}
+    how: dict[str, Any] = {"ratio": request.ratio}
+    if on_disk:
+        place |= {"device": "nvme", "nvme_path": case.disk_path}
+        how = {"pipeline_read": True, "pipeline_write": True}
+    if is_super:
+        how |= {"super_offload": True, "cpuadam_cores_perc": 0.9}
     if offload:
-        how = {"pipeline_read": True, "pipeline_write": True} if on_disk else {"ratio": request.ratio}
-        how |= {"super_offload": True, "cpuadam_cores_perc": 0.9} if is_super else {}
         zero["offload_optimizer"] = place | how
     if on_disk or (is_third and offload == "offload"):
         zero["offload_param"] = place
-    zeropp: dict[str, dict[str, Any]] = {
-        "hpz": {"zero_hpz_partition_size": case.node_size},
-        "qwz": {"zero_quantized_weights": True},
-        "qgz": {"zero_quantized_gradients": True},
+    zeropp = {
+        "hpz": ("zero_hpz_partition_size", case.node_size),
+        "qwz": ("zero_quantized_weights", True),
+        "qgz": ("zero_quantized_gradients", True),
     }
-    for part in request.parts:
-        zero |= zeropp[part]
+    zero |= dict(zeropp[part] for part in request.parts)
     return {
         "train_micro_batch_size_per_gpu": case.batch,
         "gradient_accumulation_steps": case.micro_batches,
@@ -343,17 +319,16 @@ def config_of(case: Case, request: DeepSpeed) -> dict[str, Any]:
 
 def refuse_what_deepspeed_ignores(case: Case, parts: Sequence[str], ranks_per_node: int) -> None:
     """Refuse settings that DeepSpeed silently ignores. `ranks_per_node`: its own count, the devices of this machine."""
+    error = ""
     if "hpz" in parts and case.node_size == 1:
-        raise ConfigurationError("deepspeed splits hpz's second copy in a node, and a node has 1 rank: give it more")
-    if "qgz" in parts and ranks_per_node != case.node_size:
-        raise ConfigurationError(
-            f"deepspeed takes the {ranks_per_node} devices of this machine for a node of qgz, and a node has "
-            f"{case.node_size} ranks: run it on nodes of {ranks_per_node}"
-        )
-    if "qgz" in parts and case.world_size == case.node_size:
-        raise ConfigurationError(
-            f"deepspeed has qgz between nodes only, and all {case.world_size} ranks are one node: give it more nodes"
-        )
+        error = "splits hpz's second copy in a node, and a node has 1 rank: give it more"
+    elif "qgz" in parts and ranks_per_node != case.node_size:
+        takes = f"takes the {ranks_per_node} devices of this machine for a node of qgz"
+        error = f"{takes}, and a node has {case.node_size} ranks: run it on nodes of {ranks_per_node}"
+    elif "qgz" in parts and case.world_size == case.node_size:
+        error = f"has qgz between nodes only, and all {case.world_size} ranks are one node: give it more nodes"
+    if error:
+        raise ConfigurationError(f"deepspeed {error}")
 
 
 _SETUPS: dict[str, Callable[..., Run]] = {

@@ -146,16 +146,7 @@ class Wires:
             Kernel("carry", [span, self.scratch, mask, num_words, latency_ns], max(num_blocks, 1), _THREADS_OF_A_BLOCK),
         ]
 
-    def busy_s(self) -> dict[str, float]:
-        """Seconds of traffic, without waiting and latency."""
-        seen = self._device_cells()[4:6].tolist()
-        return {wire: self.host_busy_s[wire] + busy_ns * 1e-9 for wire, busy_ns in zip(WIRES, seen, strict=True)}
-
-    def moved_bytes(self) -> dict[str, float]:
-        seen = self._device_cells()[6:8].view(torch.float64).tolist()
-        return {wire: self.host_moved_bytes[wire] + moved for wire, moved in zip(WIRES, seen, strict=True)}
-
-    def _device_cells(self) -> Tensor:
+    def device_cells(self) -> Tensor:
         if self.cells is None:
             return torch.zeros(8, dtype=torch.int64)
         torch.cuda.synchronize()
@@ -187,13 +178,17 @@ def start(fabric: Fabric, rank: int = 0) -> None:
 
 
 def busy_s() -> dict[str, float]:
-    """Seconds of traffic on each wire ("intra", "inter") since the start. Synchronises the device."""
-    return _started().busy_s()
+    """Seconds of traffic on each wire ("intra", "inter"), without waiting and latency. Synchronises the device."""
+    wires = _started()
+    on_device = wires.device_cells()[4:6].tolist()
+    return {wire: wires.host_busy_s[wire] + busy_ns * 1e-9 for wire, busy_ns in zip(WIRES, on_device, strict=True)}
 
 
 def moved_bytes() -> dict[str, float]:
     """Bytes sent over each wire since the start. Synchronises the device."""
-    return _started().moved_bytes()
+    wires = _started()
+    on_device = wires.device_cells()[6:8].view(torch.float64).tolist()
+    return {wire: wires.host_moved_bytes[wire] + moved for wire, moved in zip(WIRES, on_device, strict=True)}
 
 
 _running: list[Wires] = []  # of the last start; at most one

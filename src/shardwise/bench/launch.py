@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -39,49 +40,48 @@ def num_processes(case: Case) -> int:
 
 def launch(case: Case, timeout_s: float) -> Outcome:
     """Run one case. Inside `disk_path` it has a temporary folder, because some peers leave files behind."""
-    if not case.disk_path:
-        return _launch(case, timeout_s)
-    with temporary_folder(case.disk_path) as own:
-        return _launch(replace(case, disk_path=str(own)), timeout_s)
-
-
-def _launch(case: Case, timeout_s: float) -> Outcome:
-    with temporary_folder() as folder:
+    on_disk = temporary_folder(case.disk_path) if case.disk_path else nullcontext("")
+    with temporary_folder() as folder, on_disk as own:
+        question = replace(case, disk_path=str(own)).to_json()
         ranks = range(num_processes(case))
-        files = [folder / f"rank{rank}.json" for rank in ranks]
-        logs = [folder / f"rank{rank}.log" for rank in ranks]
+        files, logs = ([folder / f"rank{rank}.{suffix}" for rank in ranks] for suffix in ("json", "log"))
         store = store_at(ADDRESS)
         joining = rank_variables(store, os.environ)
         workers: list[subprocess.Popen[bytes]] = []
         try:
-            for rank, file, log in zip(ranks, files, logs, strict=True):
-                command = [sys.executable, "-m", "shardwise.bench.measure", case.to_json(), str(file)]
+            for rank in ranks:
+                command = [sys.executable, "-m", "shardwise.bench.measure", question, str(files[rank])]
                 variables = as_child({**environment(case, rank, store.port), **joining})
-                with log.open("w") as sink:
+                with logs[rank].open("w") as sink:
                     workers.append(subprocess.Popen(command, env=variables, stdout=sink, stderr=subprocess.STDOUT))
             is_late = _wait(workers, timeout_s)
         finally:
             for worker in workers:
-                if worker.poll() is None:
-                    worker.kill()
+                worker.kill()  # those that have ended are left alone
                 worker.wait()
         answers = [json.loads(file.read_text()) if file.exists() else {} for file in files]
         failures = sorted((answer for answer in answers if "status" in answer), key=lambda answer: answer["at"])
         if failures:
             return Outcome(status=failures[0]["status"], error=failures[0]["error"])
-        if all(answers) and not is_late:
-            return Outcome(answers=tuple(answers))
         if is_late:
             return Outcome(status="failed", error=f"still running after {timeout_s:g} s")
-        lost = next(rank for rank in ranks if not answers[rank])
-        return _death(lost, workers[lost].returncode, logs[lost].read_text())
+        for rank, answer in enumerate(answers):
+            if not answer:
+                return Outcome(status="failed", error=_death(rank, workers[rank].returncode, logs[rank].read_text()))
+        return Outcome(answers=tuple(answers))
 
 
 def environment(case: Case, rank: int, port: int) -> dict[str, str]:
-    """Torchrun's variables. For an emulated fabric they describe the emulated world."""
+    """Torchrun's variables. For an emulated fabric they describe the emulated world.
+
+    Each process has one thread for a CPU rank, as with torchrun, and for a GPU rank an equal share of the cores, which
+    a contender that updates weights on the host uses.
+    """
     world_size = 1 if case.contender in SINGLE_PROCESS else case.world_size
+    num_cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+    num_threads = 1 if case.device == "cpu" else max(1, num_cores // num_processes(case))
     return {
-        "OMP_NUM_THREADS": str(num_threads(case)),  # overridden by the user's value
+        "OMP_NUM_THREADS": str(num_threads),  # overridden by the user's value
         **os.environ,
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
@@ -92,17 +92,6 @@ def environment(case: Case, rank: int, port: int) -> dict[str, str]:
         "MASTER_PORT": str(port),
         "DS_ACCELERATOR": case.device,
     }
-
-
-def num_threads(case: Case) -> int:
-    """Threads per process: one for CPU ranks, as with torchrun; for GPU ranks an equal share of the cores.
-
-    A contender that updates weights on the host uses all of them.
-    """
-    if case.device == "cpu":
-        return 1
-    num_cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
-    return max(1, num_cores // num_processes(case))
 
 
 def _wait(workers: list[subprocess.Popen[bytes]], timeout_s: float) -> bool:
@@ -119,11 +108,11 @@ def _wait(workers: list[subprocess.Popen[bytes]], timeout_s: float) -> bool:
     return True
 
 
-def _death(rank: int, code: int | None, log: str) -> Outcome:
-    """The outcome of a worker that ended without an answer."""
-    if code is not None and code < 0:
+def _death(rank: int, code: int, log: str) -> str:
+    """Why a worker ended without an answer."""
+    if code < 0:
         name = signal.Signals(-code).name
         hint = ", as the kernel does when memory runs out" if name == "SIGKILL" else ""
-        return Outcome(status="failed", error=f"rank {rank} was ended by {name}{hint}")
+        return f"rank {rank} was ended by {name}{hint}"
     last = next((line.strip() for line in reversed(log.splitlines()) if line.strip()), "nothing")
-    return Outcome(status="failed", error=f"rank {rank} ended with exit code {code}; its last output: {last}")
+    return f"rank {rank} ended with exit code {code}; its last output: {last}"

@@ -18,6 +18,7 @@ import traceback
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
 from types import CodeType, FrameType
@@ -40,6 +41,7 @@ SETTLE = 2  # warm-up steps after `Clock.forget`, in which the allocator reserve
 STEPS_BEFORE_CALLS = 4
 LONGEST = 300  # characters of an error message; the first line of a compiler's error can be very long
 
+STATUS = Path("/proc/self/status")
 Answer = dict[str, Any]
 
 
@@ -117,7 +119,7 @@ def measure(case: Case, rank: int) -> Answer:
     if case.trace and rank == 0:
         file = trace_file(case)
         trace(lambda: run.step(batches[-1]), clock.synchronise, case.device, file)
-        answer["overlap"] = overlap_in(file, run.host_updates)
+        answer["overlap"] = asdict(overlap_in(file, run.host_updates))
     elif case.trace:
         for _ in range(TRACED_STEPS):
             run.step(batches[-1])
@@ -151,8 +153,7 @@ class Clock:
 
     def __init__(self, is_cuda: bool) -> None:
         self.is_cuda = is_cuda
-        self.events: list[torch.cuda.Event] = []
-        self.instants: list[float] = []
+        self.ticks: list[Any] = []  # events, or seconds
 
     def synchronise(self) -> None:
         if self.is_cuda:
@@ -168,15 +169,15 @@ class Clock:
 
     def tick(self) -> None:
         if self.is_cuda:
-            self.events.append(torch.cuda.Event(enable_timing=True))
-            self.events[-1].record()
+            self.ticks.append(torch.cuda.Event(enable_timing=True))
+            self.ticks[-1].record()
         else:
-            self.instants.append(time.perf_counter())
+            self.ticks.append(time.perf_counter())
 
     def seconds(self) -> list[float]:
         self.synchronise()
-        gpu_step_s = [earlier.elapsed_time(later) * 1e-3 for earlier, later in itertools.pairwise(self.events)]
-        return gpu_step_s or [later - earlier for earlier, later in itertools.pairwise(self.instants)]
+        pairs = itertools.pairwise(self.ticks)
+        return [begin.elapsed_time(end) * 1e-3 if self.is_cuda else end - begin for begin, end in pairs]
 
     def memory(self) -> dict[str, float]:
         """Return peak memory in GB. The host's, on Linux only, includes the set-up, but no child processes."""
@@ -186,49 +187,19 @@ class Clock:
 
 
 def count_calls(function: Callable[[], object]) -> Calls:
-    """Count calls during one call of `function`, by "folder/file.py:function", also in torch's backward threads.
+    """Count calls during one call of `function`, by "folder/file.py:function", also in threads that it starts.
 
-    Each start of a function and each resumption of a generator counts as a call.
+    Each start of a function and each resumption of a generator counts as a call. The backward runs in this thread:
+    calls in threads that torch has started cannot be counted.
     """
-    by_code: Counter[CodeType] = Counter()
-    if sys.version_info >= (3, 12):
-        _count_in_all_threads(function, by_code)
-    else:
-        _count_in_this_thread(function, by_code)
     by_name: Counter[str] = Counter()
-    for code, times in by_code.items():
-        by_name[f"{'/'.join(Path(code.co_filename).parts[-2:])}:{code.co_qualname}"] += times
-    return dict(by_name)
-
-
-def _count_in_all_threads(function: Callable[[], object], calls: Counter[CodeType]) -> None:
-    monitor: Any = sys.monitoring  # type: ignore[attr-defined, unused-ignore]
-    call_events = (monitor.events.PY_START, monitor.events.PY_RESUME)
-
-    def on_call(code: CodeType, _: int) -> None:
-        calls[code] += 1
-
-    monitor.use_tool_id(monitor.PROFILER_ID, "shardwise")
-    for event in call_events:
-        monitor.register_callback(monitor.PROFILER_ID, event, on_call)
-    monitor.set_events(monitor.PROFILER_ID, call_events[0] | call_events[1])
-    try:
-        function()
-    finally:
-        monitor.set_events(monitor.PROFILER_ID, 0)
-        for event in call_events:
-            monitor.register_callback(monitor.PROFILER_ID, event, None)
-        monitor.free_tool_id(monitor.PROFILER_ID)
-
-
-def _count_in_this_thread(function: Callable[[], object], calls: Counter[CodeType]) -> None:
-    """Run the backward in this thread: before Python 3.12, calls in threads started by torch cannot be counted."""
+    by_code: Counter[CodeType] = Counter()
 
     def on_event(frame: FrameType, event: str, _: Any) -> None:
         if event == "call":
-            calls[frame.f_code] += 1
+            by_code[frame.f_code] += 1
 
-    threading.setprofile(on_event)  # for threads started from now on
+    threading.setprofile(on_event)
     with torch.autograd.set_multithreading_enabled(False):
         sys.setprofile(on_event)
         try:
@@ -236,9 +207,9 @@ def _count_in_this_thread(function: Callable[[], object], calls: Counter[CodeTyp
         finally:
             sys.setprofile(None)
             threading.setprofile(None)
-
-
-STATUS = Path("/proc/self/status")
+    for code, times in by_code.items():
+        by_name[f"{'/'.join(Path(code.co_filename).parts[-2:])}:{code.co_qualname}"] += times
+    return dict(by_name)
 
 
 def host_memory() -> dict[str, float]:

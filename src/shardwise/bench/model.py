@@ -4,6 +4,7 @@ Weights depend on the seed alone, batches on the seed, the step and the index of
 every contender sees the same numbers. Models are built on the device they run on, without a copy on the host.
 """
 
+from dataclasses import asdict
 from functools import cache
 
 import torch
@@ -63,18 +64,8 @@ def build(shape: Shape, device: torch.device, seed: int) -> Transformer | Blocks
     with device:
         if not shape.vocab:
             return Blocks(shape)
-        return Transformer(
-            TransformerShape(
-                vocab=shape.vocab,
-                hidden=shape.hidden,
-                layers=shape.layers,
-                heads=shape.heads,
-                kv_heads=shape.kv_heads,
-                ffn=shape.ffn,
-                max_seq=shape.tokens,
-                tied=shape.tied,
-            )
-        )
+        sizes = {name: size for name, size in asdict(shape).items() if name not in ("name", "tokens")}
+        return Transformer(TransformerShape(max_seq=shape.tokens, **sizes))
 
 
 def loss_of(model: nn.Module, batch: Tensor) -> Tensor:

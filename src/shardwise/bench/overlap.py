@@ -8,8 +8,9 @@ the CPU count as computation.
 import gzip
 import json
 import re
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -92,38 +93,25 @@ def from_trace(events: Sequence[Event], host_updates: str) -> Overlap:
     """The overlap in a trace. `host_updates` is the prefix of the ranges of updates on the host, or empty."""
     whole = [event for event in events if event.get("ph") == "X"]
     by_kind: dict[str, list[Interval]] = {kind: [] for kind in KINDS}
+    updates: dict[int, list[Interval]] = defaultdict(list)  # by thread
+    operations: dict[int, list[Interval]] = defaultdict(list)
     for event in whole:
-        kind = _kind_of(event, host_updates)
-        if kind:
-            by_kind[kind].append(_interval(event))
+        category, name, thread = event.get("cat"), event["name"], event["tid"]
+        interval = event["ts"] * 1e-6, event["ts"] * 1e-6 + event["dur"] * 1e-6
+        if category == "kernel":
+            by_kind["collectives" if name.startswith(_COLLECTIVES) else COMPUTE].append(interval)
+        elif category == "gpu_memcpy" and ("HtoD" in name or "DtoH" in name):
+            by_kind["host to device" if "HtoD" in name else "device to host"].append(interval)
+        elif category == "user_annotation" and host_updates and name.startswith(host_updates):
+            by_kind[HOST_UPDATE].append(interval)
+            updates[thread].append(interval)
+        elif category == "cpu_op":
+            operations[thread].append(interval)
     if not by_kind[COMPUTE]:
-        by_kind[COMPUTE] = _computed_by_host(whole, host_updates)
+        # Operations on the host, without those of weight updates.
+        for thread, intervals in operations.items():
+            by_kind[COMPUTE] += without(merged(intervals), merged(updates[thread]))
     return overlap_of(by_kind, _window_of(whole))
-
-
-def _interval(event: Event) -> Interval:
-    return event["ts"] * 1e-6, event["ts"] * 1e-6 + event["dur"] * 1e-6
-
-
-def _computed_by_host(events: Sequence[Event], host_updates: str) -> list[Interval]:
-    """Operations on the host, without those of weight updates."""
-    found = []
-    for thread in {event["tid"] for event in events}:
-        own = [event for event in events if event["tid"] == thread]
-        updates = merged(_interval(event) for event in own if _kind_of(event, host_updates) == HOST_UPDATE)
-        found += without(merged(_interval(event) for event in own if event.get("cat") == "cpu_op"), updates)
-    return found
-
-
-def _kind_of(event: Event, host_updates: str) -> str | None:
-    category, name = event.get("cat"), event["name"]
-    if category == "kernel":
-        return "collectives" if name.startswith(_COLLECTIVES) else COMPUTE
-    if category == "gpu_memcpy":
-        return "host to device" if "HtoD" in name else "device to host" if "DtoH" in name else None
-    if category == "user_annotation" and host_updates and name.startswith(host_updates):
-        return HOST_UPDATE
-    return None
 
 
 def _window_of(events: Sequence[Event]) -> Interval:
@@ -182,9 +170,9 @@ def trace(step: Callable[[], object], synchronise: Callable[[], None], device: s
             profiler.step()
 
 
-def overlap_in(file: Path, host_updates: str) -> dict[str, Any]:
-    """The overlap in a trace, as a dict. Its text is written next to the trace."""
+def overlap_in(file: Path, host_updates: str) -> Overlap:
+    """The overlap in a trace. Its text is written next to the trace."""
     with gzip.open(file) as opened:
         overlap = from_trace(json.load(opened)["traceEvents"], host_updates)
-    file.with_suffix("").with_suffix("").with_suffix(".overlap.txt").write_text(in_words(overlap) + "\n")
-    return asdict(overlap)
+    file.with_name(file.name.replace(".trace.json.gz", ".overlap.txt")).write_text(in_words(overlap) + "\n")
+    return overlap

@@ -2,9 +2,8 @@
 
 import statistics
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
-from functools import partial
 from typing import Any
 
 from ..core.precision import precision_of
@@ -173,32 +172,30 @@ def columns(rows: Sequence[Row]) -> Columns:
     """The cells of the table by column, without empty columns."""
     peers = dict.fromkeys(peer for row in rows for peer in row.ratios)
     wires = dict.fromkeys(wire for row in rows for wire, busy_s in row.wire_s.items() if busy_s)
-    cells: dict[str, Callable[[Row], str]] = {
-        "contender": lambda row: row.contender,
-        "shape": lambda row: row.shape,
-        "tokens": lambda row: str(row.tokens),
-        "link GB/s": lambda row: "" if row.kind == "floor" else figure(row.link_gigabytes_per_s, "g"),
-        "reduce": lambda row: "" if row.kind == "floor" else row.reduce,
-        "s per step": lambda row: f"{row.seconds.median:.4f}" if row.seconds else row.status,
-        "min-max": lambda row: f"{row.seconds.min:.4f}-{row.seconds.max:.4f}" if row.seconds else "",
-        **{f"vs {peer}": partial(_ratio, peer) for peer in peers},
-        "tokens/s/rank": lambda row: figure(row.tokens_per_s, ".0f"),
-        "MFU": lambda row: figure(row.mfu, ".1%"),
-        **{f"{wire} s": partial(lambda wire, row: figure(row.wire_s.get(wire), ".4f"), wire) for wire in wires},
-        "moved GB": lambda row: figure(row.moved_bytes and row.moved_bytes / 1e9, ".3g"),
-        **{
-            f"{kind} GB": partial(lambda kind, row: figure(row.memory.get(f"{kind}_gb"), ".1f"), kind)
-            for kind in ("allocated", "active", "reserved", "host")
-        },
-        "calls": lambda row: figure(row.calls_per_unit, ".0f"),
-        "set-up s": lambda row: figure(row.setup_s, ".1f"),
-    }
-    found = filled({title: [cell(row) for row in rows] for title, cell in cells.items()})
+    kinds = ("allocated", "active", "reserved", "host")
+    found = filled(
+        {
+            "contender": [row.contender for row in rows],
+            "shape": [row.shape for row in rows],
+            "tokens": [str(row.tokens) for row in rows],
+            "link GB/s": ["" if row.kind == "floor" else figure(row.link_gigabytes_per_s, "g") for row in rows],
+            "reduce": ["" if row.kind == "floor" else row.reduce for row in rows],
+            "s per step": [f"{row.seconds.median:.4f}" if row.seconds else row.status for row in rows],
+            "min-max": [f"{row.seconds.min:.4f}-{row.seconds.max:.4f}" if row.seconds else "" for row in rows],
+            **{f"vs {peer}": [_ratio(row.ratios.get(peer)) for row in rows] for peer in peers},
+            "tokens/s/rank": [figure(row.tokens_per_s, ".0f") for row in rows],
+            "MFU": [figure(row.mfu, ".1%") for row in rows],
+            **{f"{wire} s": [figure(row.wire_s.get(wire), ".4f") for row in rows] for wire in wires},
+            "moved GB": [figure(row.moved_bytes and row.moved_bytes / 1e9, ".3g") for row in rows],
+            **{f"{kind} GB": [figure(row.memory.get(f"{kind}_gb"), ".1f") for row in rows] for kind in kinds},
+            "calls": [figure(row.calls_per_unit, ".0f") for row in rows],
+            "set-up s": [figure(row.setup_s, ".1f") for row in rows],
+        }
+    )
     return {title: texts for title, texts in found.items() if title not in CONSTANT or len({*texts} - {""}) > 1}
 
 
-def _ratio(peer: str, row: Row) -> str:
-    ratio = row.ratios.get(peer)
+def _ratio(ratio: Spread | None) -> str:
     if ratio is None:
         return ""
     return f"{ratio.median:.2f}" + (f" ({ratio.min:.2f}-{ratio.max:.2f})" if ratio.min != ratio.max else "")

@@ -77,20 +77,17 @@ class Request:
         for codec in (*self.gradient_codecs, *self.weight_codecs):
             if parse(codec).kind == "as_is":
                 raise ConfigurationError(f"codec {codec!r} is exact, so there is nothing to measure; leave it out")
-        _require_exact(self.exact, self.strategies[self.exact])
+        exact = self.strategies[self.exact]
+        if is_auto(exact):
+            raise ConfigurationError(f"--strategies: the first is the reference: name a preset instead of {self.exact}")
+        for layout in map(layout_of, exact.values() if isinstance(exact, dict) else [exact]):
+            if not layout.is_exact:
+                raise ConfigurationError(
+                    f"--strategies: the others are compared with the first, {self.exact}, which has "
+                    f"params_as={layout.params_as!r}, grads_as={layout.grads_as!r}; put an exact one first"
+                )
         for strategy in self.strategies.values():
             check_all(replace(self.settings, strategy=strategy), self.num_ranks)
-
-
-def _require_exact(name: str, strategy: Strategy) -> None:
-    if is_auto(strategy):
-        raise ConfigurationError(f"--strategies: the first is the reference: name a preset instead of {name}")
-    for row in strategy.values() if isinstance(strategy, dict) else [strategy]:
-        if not layout_of(row).is_exact:
-            raise ConfigurationError(
-                f"--strategies: the others are compared with the first, {name}, which has "
-                f"params_as={layout_of(row).params_as!r}, grads_as={layout_of(row).grads_as!r}; put an exact one first"
-            )
 
 
 def strategies_of(text: str) -> dict[str, Strategy]:
@@ -156,34 +153,26 @@ def prepare(request: Request, folder: Path, say: Say) -> None:
 def run(request: Request, folder: Path, say: Say) -> Iterator[Findings]:
     """Train under each strategy, and yield the findings after every run. `folder` gets the run folders."""
     findings = Findings(request)
-    data = folder / DATA
     for index, (name, strategy) in enumerate(request.strategies.items(), 1):
         say(f"{name} ({index} of {len(request.strategies)})")
-        place = folder / f"{index:02}-{_file_name(name)}"
+        file_name = re.sub(r"[^\w.-]+", "-", name).strip("-")[:60]
+        place = folder / f"{index:02}-{file_name}"
         place.mkdir()
-        (place / DATA).symlink_to(data.resolve())
+        (place / DATA).symlink_to((folder / DATA).resolve())
         settings = replace(request.settings, strategy=strategy)
         trained = findings.runs[name] = train(settings, name, place, request.num_ranks, say)
-        say(f"  {_in_words(trained)}")
+        if trained.status == "ok" and trained.losses:
+            speed = f", {trained.step_s:.3f} s per step" if trained.step_s else ""
+            say(f"  loss {list(trained.losses.values())[-1]:.4f}{speed}")
+        else:
+            say(f"  {trained.status}: {trained.error}")
         yield findings
-        wants_codecs = request.gradient_codecs or request.weight_codecs
-        if name == request.exact and trained.status == "ok" and wants_codecs:
+        if name == request.exact and trained.status == "ok" and (request.gradient_codecs or request.weight_codecs):
             say("measuring codecs on its gradients and weights")
             findings.codecs, findings.codecs_error = _codecs(request, place)
             yield findings
         # Only figures are needed from here on, and a checkpoint is three times as large as the model.
         shutil.rmtree(place / CHECKPOINTS, ignore_errors=True)
-
-
-def _in_words(run: TrainedRun) -> str:
-    if run.status != "ok" or not run.losses:
-        return f"{run.status}: {run.error}"
-    *_, last = run.losses.values()
-    return f"loss {last:.4f}" + (f", {run.step_s:.3f} s per step" if run.step_s else "")
-
-
-def _file_name(name: str) -> str:
-    return re.sub(r"[^\w.-]+", "-", name).strip("-")[:60]
 
 
 def _codecs(request: Request, run_folder: Path) -> tuple[dict[str, Any], str]:
@@ -217,7 +206,23 @@ def train(settings: Settings, strategy: str, folder: Path, num_ranks: int, say: 
     error = "" if status == "ok" else last_words(log.read_text(errors="replace"), code)
     if status not in ("ok", "diverged"):
         return TrainedRun(strategy, status, error)
-    return _with_figures(folder, TrainedRun(strategy, status, error), num_ranks, settings.node_size or num_ranks)
+    run, plan = read_run(folder)
+    rows, step_s, speed = run["traffic"], run["time"].get("seen_step_s"), run["time"].get("seen_tokens_per_s")
+    totals = {key: sum(row[key] or 0.0 for row in rows) if rows else None for key in ("seen_bytes", "planned_bytes")}
+    return TrainedRun(
+        strategy,
+        status,
+        error,
+        losses={int(step): loss for step, loss in run["curve"]["train"]},
+        eval_loss=run["eval_loss"],
+        step_s=step_s,
+        wire_bytes=totals["seen_bytes"],
+        planned_wire_bytes=totals["planned_bytes"],
+        inter_node_bytes=inter_node_bytes(rows, num_ranks, settings.node_size or num_ranks) if rows else None,
+        traffic=rows,
+        tokens_per_step=step_s * speed if step_s and speed else None,
+        num_params=plan["model"]["num_params"] if plan else None,
+    )
 
 
 def _run(module: list[str], environment: Mapping[str, str], log: Path, watch: Callable[[], None] | None = None) -> int:
@@ -240,18 +245,12 @@ def _run(module: list[str], environment: Mapping[str, str], log: Path, watch: Ca
                     if watch is not None:
                         watch()
         finally:
-            _end(worker)
-
-
-def _end(worker: "subprocess.Popen[bytes]") -> None:
-    """End the process. Its ranks end with it."""
-    if worker.poll() is None:
-        worker.terminate()
-        try:
-            worker.wait(SECONDS_TO_END)
-        except subprocess.TimeoutExpired:
-            worker.kill()
-    worker.wait()
+            worker.terminate()  # its ranks end with it
+            try:
+                worker.wait(SECONDS_TO_END)
+            except subprocess.TimeoutExpired:
+                worker.kill()
+                worker.wait()
 
 
 def last_words(log: str, code: int) -> str:
@@ -259,30 +258,6 @@ def last_words(log: str, code: int) -> str:
     lines = [line.strip() for line in log.splitlines() if line.strip()]
     messages = [line.removeprefix("shardwise: ") for line in lines if line.startswith("shardwise: ")]
     return (messages or lines or [f"exit code {code}"])[-1][:LONGEST]
-
-
-def _with_figures(folder: Path, trained: TrainedRun, num_ranks: int, node_size: int) -> TrainedRun:
-    """`trained` with the figures in its folder."""
-    run, plan = read_run(folder)
-    rows = run["traffic"]
-    step_s = run["time"].get("seen_step_s")
-    speed = run["time"].get("seen_tokens_per_s")
-    return replace(
-        trained,
-        losses={int(step): loss for step, loss in run["curve"]["train"]},
-        eval_loss=run["eval_loss"],
-        step_s=step_s,
-        wire_bytes=_total(rows, "seen_bytes"),
-        planned_wire_bytes=_total(rows, "planned_bytes"),
-        inter_node_bytes=inter_node_bytes(rows, num_ranks, node_size) if rows else None,
-        traffic=rows,
-        tokens_per_step=step_s * speed if step_s and speed else None,
-        num_params=plan["model"]["num_params"] if plan else None,
-    )
-
-
-def _total(rows: Sequence[Mapping[str, Any]], key: str) -> float | None:
-    return sum(row[key] or 0.0 for row in rows) if rows else None
 
 
 def inter_node_bytes(rows: Sequence[Mapping[str, Any]], num_ranks: int, node_size: int) -> float:
@@ -331,6 +306,10 @@ class Row:
     step_s: float | None = None
 
 
+# Fields that a row takes over from the run.
+SAME = {entry.name for entry in fields(Row)} & {entry.name for entry in fields(TrainedRun)}
+
+
 def rows_of(findings: Findings) -> list[Row]:
     exact = findings.runs.get(findings.request.exact, TrainedRun(""))
     return [_row(run, exact, findings.request.num_steps) for run in findings.runs.values()]
@@ -341,9 +320,8 @@ def _row(run: TrainedRun, exact: TrainedRun, num_steps: int) -> Row:
     apart = {step: abs(loss / expected[step] - 1.0) for step, loss in (run.losses or {}).items() if step in expected}
     largest_at = max(apart, key=apart.__getitem__, default=None)
     theirs, ours = exact.inter_node_bytes, run.inter_node_bytes
-    both = {entry.name for entry in fields(Row)} & {entry.name for entry in fields(TrainedRun)}
     return Row(
-        **{name: getattr(run, name) for name in both},
+        **{name: getattr(run, name) for name in SAME},
         loss=loss,
         loss_difference=_difference(loss, _last(exact, num_steps)),
         eval_difference=_difference(run.eval_loss, exact.eval_loss),
@@ -360,7 +338,7 @@ def _difference(own: float | None, exact: float | None) -> float | None:
 def _last(run: TrainedRun, num_steps: int) -> float | None:
     """The mean loss of the last steps of a run that was completed."""
     losses = run.losses or {}
-    last = [losses[step] for step in range(max(1, num_steps - NUM_LAST + 1), num_steps + 1) if step in losses]
+    last = [loss for step, loss in losses.items() if num_steps - NUM_LAST < step <= num_steps]
     return statistics.fmean(last) if num_steps in losses else None
 
 
@@ -392,13 +370,6 @@ def note_of(findings: Findings) -> str:
     if findings.num_left:
         sentences.append(f"Unfinished: {findings.num_left} more runs were requested.")
     return " ".join(sentences)
-
-
-def codecs_note(findings: Findings, kind: str) -> str:
-    request, found = findings.request, findings.codecs
-    of = f"{found['gradient_dtype']}, of one micro-batch of one rank " if kind == "gradients" else ""
-    elements = f"{count(found[f'num_{kind}'])} elements of matrices"
-    return f"Codecs on {kind}: {of}after {request.num_steps} steps of {request.exact}, {elements}."
 
 
 def strategy_columns(findings: Findings) -> Columns:
@@ -440,8 +411,12 @@ def codec_columns(found: Sequence[Mapping[str, Any]]) -> Columns:
 def page_of(findings: Findings) -> Page:
     request, codecs = findings.request, findings.codecs
     tables = [(note_of(findings), strategy_columns(findings))]
-    kinds = [kind for kind in ("gradients", "weights") if codecs.get(kind)]
-    tables += [(codecs_note(findings, kind), codec_columns(codecs[kind])) for kind in kinds]
+    for kind in ("gradients", "weights"):
+        if codecs.get(kind):
+            of = f"{codecs['gradient_dtype']}, of one micro-batch of one rank " if kind == "gradients" else ""
+            after = f"after {request.num_steps} steps of {request.exact}"
+            note = f"Codecs on {kind}: {of}{after}, {count(codecs[f'num_{kind}'])} elements of matrices."
+            tables.append((note, codec_columns(codecs[kind])))
     figures = {
         "settings": asdict(request.settings),
         "rows": [asdict(row) for row in rows_of(findings)],

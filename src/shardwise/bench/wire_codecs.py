@@ -25,11 +25,11 @@ from ..core.layout import MOST_SPLIT
 from ..core.mesh import leave
 from ..core.schedule.flat import is_encodable
 from ..core.unit.state import FlatState
-from ..core.wire.codec import Codec, encoded_bytes, parse
+from ..core.wire.codec import encoded_bytes, parse
 from ..core.wire.reference_codecs import decode, encode
 from ..trainer.checks import check_all
 from ..trainer.data.prepare import prepare
-from ..trainer.data.samples import Batch, open_samples
+from ..trainer.data.samples import open_samples
 from ..trainer.models.headloss import loss_sum
 from ..trainer.models.restore import restore
 from ..trainer.run_folder import CONFIG, DATA
@@ -54,18 +54,21 @@ class Lost:
 
 def lost_by(name: str, values: Sequence[Tensor]) -> Lost:
     codec = parse(name)
+    sizes = [encoded_bytes(codec, value.numel(), value.dtype) for value in values]
     num_elems = sum(value.numel() for value in values)
     errors, squares, back_squares, dots = [], [], [], []
     encode_s, decode_s = [0.0] * ROUNDS, [0.0] * ROUNDS
     for index, value in enumerate(values):
-        size = encoded_bytes(codec, value.numel(), value.dtype)
-        row = torch.empty(1, size, dtype=torch.uint8, device=value.device)
+        row = torch.empty(1, sizes[index], dtype=torch.uint8, device=value.device)
         back = torch.empty_like(value)
-        _trip(codec, value, row, back, index)  # warm-up: kernels may be compiled
-        for turn in range(ROUNDS):
-            there_s, back_s = _trip(codec, value, row, back, index)
-            encode_s[turn] += there_s
-            decode_s[turn] += back_s
+        for turn in range(-1, ROUNDS):
+            began_s = _now(value.device)
+            encode(codec, value, row, index)
+            between_s = _now(value.device)
+            decode(codec, row, back)
+            if turn >= 0:  # the first one is a warm-up: kernels may be compiled
+                encode_s[turn] += between_s - began_s
+                decode_s[turn] += _now(value.device) - between_s
         wide, back_wide = value.double(), back.double()
         errors.append(float((wide - back_wide).square().sum()))
         squares.append(float(wide.square().sum()))
@@ -78,7 +81,7 @@ def lost_by(name: str, values: Sequence[Tensor]) -> Lost:
         _finite(math.sqrt(math.fsum(errors) / total) if total else 0.0),
         max(units, default=0.0) if all(map(math.isfinite, units)) else None,
         _finite(sum(dots) / lengths if lengths else 1.0),
-        sum(encoded_bytes(codec, value.numel(), value.dtype) for value in values) / num_elems,
+        sum(sizes) / num_elems,
         min(encode_s) / num_elems * MILLION,
         min(decode_s) / num_elems * MILLION,
     )
@@ -86,15 +89,6 @@ def lost_by(name: str, values: Sequence[Tensor]) -> Lost:
 
 def _finite(number: float) -> float | None:
     return number if math.isfinite(number) else None
-
-
-def _trip(codec: Codec, value: Tensor, row: Tensor, back: Tensor, seed: int) -> tuple[float, float]:
-    """Encode and decode once. Return the seconds of each."""
-    began = _now(value.device)
-    encode(codec, value, row, seed)
-    between = _now(value.device)
-    decode(codec, row, back)
-    return between - began, _now(value.device) - between
 
 
 def _now(device: torch.device) -> float:
@@ -117,17 +111,13 @@ def matrices(model: nn.Module, trained: bool, buffer_of: Callable[[FlatState], T
             yield torch.cat(rows)
 
 
-def _next_batch(run: Path, num_ranks: int, step: int) -> Batch:
+def measure(run: Path, num_ranks: int, step: int, gradients: Sequence[str], weights: Sequence[str]) -> dict[str, Any]:
     settings = settings_from_json((run / CONFIG).read_text())
     checked = check_all(settings, num_ranks)
     prepared = prepare(settings, checked.tokenizer, run / DATA, _silent, checked.facts.vocab_size)
     samples, _ = open_samples(settings, checked.tokenizer, prepared, checked.seq_length, _silent)
     global_size = checked.batching.global_size
-    return samples.batch(checked.batching.share(samples.order(step * global_size, global_size), 0)[0])
-
-
-def measure(run: Path, num_ranks: int, step: int, gradients: Sequence[str], weights: Sequence[str]) -> dict[str, Any]:
-    batch = _next_batch(run, num_ranks, step)
+    batch = samples.batch(checked.batching.share(samples.order(step * global_size, global_size), 0)[0])
     model = restore(run, MOST_SPLIT).model.train()
     device = next(model.parameters()).device
     (loss_sum(model, batch.to(device)) / max(batch.num_targets, 1)).backward()

@@ -88,7 +88,7 @@ def bench(
     if context.invoked_subcommand is not None:
         return
     from ..bench import compare
-    from ..bench.case import SHAPES, Case, peers_in, settings_of, strategies_in, with_intra
+    from ..bench.case import SHAPES, Case, peers_in, settings_of, strategies_in
     from ..bench.launch import launch
     from ..bench.pages import new_page
     from ..bench.results import name_of, page_of
@@ -131,7 +131,9 @@ def bench(
     )
     reduces = _list("--reduce-dtype", reduce_dtype or ("bf16" if chosen == "pure-bf16" else "fp32"), DTYPES)
     speeds = [_speed(text) for text in _words(links)]
-    fabrics = [with_intra(emulated, speed) for speed in speeds] or [emulated] if emulated is not None else []
+    fabrics = [emulated] if emulated is not None else []
+    if emulated is not None and speeds:
+        fabrics = [replace(emulated, intra=replace(emulated.intra, gigabytes_per_s=speed)) for speed in speeds]
     session = compare.Session(
         settings_of(base, shapes, reduces, fabrics),
         strategies_in(strategies),

@@ -54,7 +54,16 @@ def read_accelerate(top: Block, folder: Path) -> Read:
     for other, block in blocks.items():
         if other != kind:
             block.settle_rest("ignored", f"distributed_type {kind} does not read it")
-    groups, fp8 = top.inner("parallelism_config"), _fp8(top)
+    groups = top.inner("parallelism_config")
+    # Matrices are not multiplied in fp8, but parameters may be sent in fp8.
+    block = apply_rules(top.inner("fp8_config"), "accelerate", "fp8_config", "fp8_")
+    keys = ("enable_fsdp_float8_all_gather", "fp8_enable_fsdp_float8_all_gather")
+    fp8 = [
+        Change(block, key, "params_as=e4m3", "parameters are sent as e4m3 (params_as)")
+        for key in keys
+        if block.flag(key)
+    ]
+    block.used(keys, "parameters are sent as they are")
     if kind == DEEPSPEED:
         read_groups(groups, None, None)
         for change in fp8:
@@ -83,18 +92,6 @@ def _kind(top: Block) -> str:
     else:
         top.used("distributed_type", f"{kind.lower()}_config has the strategy")
     return kind
-
-
-def _fp8(top: Block) -> list[Change]:
-    """Matrices are not multiplied in fp8, but parameters may be sent in fp8."""
-    block = apply_rules(top.inner("fp8_config"), "accelerate", "fp8_config", "fp8_")
-    changes = []
-    for key in ("enable_fsdp_float8_all_gather", "fp8_enable_fsdp_float8_all_gather"):
-        if block.flag(key):
-            changes.append(Change(block, key, "params_as=e4m3", "parameters are sent as e4m3 (params_as)"))
-        else:
-            block.used(key, "parameters are sent as they are")
-    return changes
 
 
 def _compile(top: Block) -> dict[str, Any]:
@@ -156,7 +153,7 @@ def _rendezvous(top: Block, has_many: bool) -> dict[str, Any]:
         "main_process_ip": endpoint,
         "main_process_port": endpoint,
     }.items():
-        top.settle(key, "used" if has_many else "ignored", becomes if has_many else "there is only one machine")
+        top.used_if(has_many, key, becomes, "there is only one machine")
     if not has_many:
         return {}
     settings: dict[str, Any] = {"rdzv_backend": backend}
@@ -190,8 +187,7 @@ def _mixed_precision(top: Block, is_fsdp: bool) -> dict[str, Any]:
         word = "bf16"
     settings, becomes = precision_for(word, is_fsdp)
     top.used("mixed_precision", becomes)
-    is_old = not top.has("mixed_precision")
-    top.settle("fp16", "used" if is_old else "ignored", becomes if is_old else "mixed_precision decides it")
+    top.used_if(not top.has("mixed_precision"), "fp16", becomes, "mixed_precision decides it")
     return settings
 
 

@@ -7,21 +7,24 @@ continues with the default, so that all errors are reported at once.
 """
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeVar
 
 from ..base.documents import Tree, json_tree, read_text, yaml_tree
 from ..base.errors import ConfigurationError, did_you_mean, nearest, printable
 
 Fate = Literal["used", "ignored", "refused"]
+T, D = TypeVar("T"), TypeVar("D")
 
 AUTO = "auto"
 # Beginnings of keys that stand for comments where a format has none; no library has such a key.
 COMMENTS = ("_", "comment", "//", "#", "$schema")
 TRUE, FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
 MAX_DEPTH = 12
+MAX_WHOLE = 2**63 - 1
 MAX_SHOWN = 60  # characters of a value
 MAX_SUGGESTED = 12  # keys that are listed for an unknown one
 
@@ -101,106 +104,53 @@ class Block:
                 self.refused(key, str(error))
         return Block(tree, self.source, self.path_of(key), self)
 
+    def read(self, key: str, convert: Callable[[Tree], T], default: D) -> T | D:
+        """The converted value; the default without one, or if `convert` raises ValueError, which refuses the key."""
+        if not self.has(key):
+            return default
+        try:
+            return convert(self.values[key])
+        except ValueError as error:
+            self.refused(key, str(error))
+            return default
+
     def text(self, key: str, default: str = "") -> str:
-        return str(self.values[key]).strip() if self._is_scalar(key) else default
+        return self.read(key, as_text, default)
 
     def word(self, key: str, choices: Iterable[str], default: str) -> str:
-        """One of the choices, written in any capitals."""
-        if not self._is_scalar(key):
-            return default
-        known = {choice.lower(): choice for choice in choices}
-        chosen = known.get(str(self.values[key]).lower())
-        if chosen is None:
-            self.refused(key, f"it is unknown; {did_you_mean(str(self.values[key]), known.values())}")
-        return default if chosen is None else chosen
+        return self.read(key, partial(as_word, choices=choices), default)
 
     def flag(self, key: str, default: bool = False) -> bool:
-        if not self._is_scalar(key):
-            return default
-        word = str(self.values[key]).lower()
-        if word not in TRUE + FALSE:
-            self.refused(key, "it is not true or false")
-            return default
-        return word in TRUE
+        return self.read(key, as_flag, default)
 
     def number(self, key: str, default: float = 0.0, least: float = -math.inf, most: float = math.inf) -> float:
-        if not self._is_scalar(key):
-            return default
-        return self._within(key, _number(self.values[key]), default, least, most, "a number")
+        return self.read(key, partial(as_number, least=least, most=most), default)
 
-    def whole(self, key: str, default: int = 0, least: float = -math.inf, most: float = 2**63 - 1) -> int:
-        """A whole number; 5e8 and "500000000" are the same."""
-        if not self._is_scalar(key):
-            return default
-        value = _number(self.values[key])
-        exact = int(value) if value is not None and value == int(value) else None
-        return int(self._within(key, exact, default, least, most, "a whole number"))
-
-    def numbers(self, key: str, default: Sequence[float] = ()) -> Sequence[float]:
-        if not self.has(key):
-            return default
-        value = self.values[key]
-        numbers = [_number(part) for part in value] if isinstance(value, list) else [None]
-        exact = [number for number in numbers if number is not None]
-        if len(exact) < len(numbers):
-            self.refused(key, "it is not a list of numbers")
-            return default
-        return exact
+    def whole(self, key: str, default: int = 0, least: float = -math.inf, most: float = math.inf) -> int:
+        return int(self.read(key, partial(as_number, least=least, most=most, is_whole=True), default))
 
     def texts(self, key: str, default: Sequence[str] = ()) -> Sequence[str]:
-        """A list of texts, or one text with commas."""
-        if not self.has(key):
-            return default
-        value = self.values[key]
-        if isinstance(value, str):
-            value = [part.strip() for part in value.split(",") if part.strip()]
-        if not isinstance(value, list) or not all(isinstance(part, str) for part in value):
-            self.refused(key, "it is not a list of names")
-        elif not all(part.isprintable() for part in value):
-            self.refused(key, "it has characters that cannot be printed")
-        else:
-            return value
-        return default
-
-    def _is_scalar(self, key: str) -> bool:
-        """Return True if the key has a single value; refuse lists, mappings, and `auto`, which `auto()` accepts."""
-        if not self.has(key):
-            return False
-        value, why = self.values[key], ""
-        if isinstance(value, dict | list):
-            why = f"it is a {'mapping' if isinstance(value, dict) else 'list'}, not a single value"
-        elif str(value).lower() == AUTO:
-            why = "auto is not possible; write a value, or leave it out"
-        elif not str(value).strip().isprintable():
-            why = "it has characters that cannot be printed"
-        if why:
-            self.refused(key, why)
-        return not why
-
-    def _within(self, key: str, value: float | None, default: float, least: float, most: float, what: str) -> float:
-        if value is None:
-            self.refused(key, f"it is not {what}")
-        elif not least <= value <= most:
-            self.refused(key, f"it must be {f'at least {least:g}' if value < least else f'at most {most:g}'}")
-        else:
-            return value
-        return default
+        return self.read(key, as_texts, default)
 
     # Entries
 
-    def settle(self, key: str, fate: Fate, text: str) -> None:
-        """Record what becomes of a key, if it is written. The last call counts, except that a refusal stays."""
-        if self.has(key):
-            self._record(key, fate, text)
+    def settle(self, keys: str | Iterable[str], fate: Fate, text: str) -> None:
+        """Record what becomes of the keys that are written. The last call counts, except that a refusal stays."""
+        for key in [keys] if isinstance(keys, str) else keys:
+            if self.has(key):
+                self._record(key, fate, text)
 
-    def used(self, key: str, becomes: str) -> None:
-        self.settle(key, "used", becomes)
+    def used(self, keys: str | Iterable[str], becomes: str) -> None:
+        self.settle(keys, "used", becomes)
 
-    def ignored(self, key: str, why: str) -> None:
-        self.settle(key, "ignored", why)
+    def ignored(self, keys: str | Iterable[str], why: str) -> None:
+        self.settle(keys, "ignored", why)
 
-    def refused(self, key: str, why: str) -> None:
-        self.settle(key, "refused", why)
+    def refused(self, keys: str | Iterable[str], why: str) -> None:
+        self.settle(keys, "refused", why)
+
+    def used_if(self, is_used: bool, keys: str | Iterable[str], becomes: str, why_not: str) -> None:
+        self.settle(keys, "used" if is_used else "ignored", becomes if is_used else why_not)
 
     def settle_rest(self, fate: Fate, text: str) -> None:
         """Settle every key of this block that has no entry yet."""
@@ -221,31 +171,25 @@ class Block:
         for block in blocks:
             for key in block._known:
                 places.setdefault(key, []).append(block.path_of(key))
+        undecided: list[tuple[Block, str]] = []
         for block in blocks:
-            for key in block._unsettled():
-                if block.values[key] is None or key.startswith(COMMENTS):
-                    block._record(key, "ignored", "it is empty" if block.values[key] is None else "a comment")
-                elif key not in block._known:
-                    right = places.get(key, ())
-                    near = right[0] if len(right) == 1 else nearest(key, block._known)
-                    meant = "no known key is similar" if near is None else f"did you mean {near!r}?"
-                    if near is None and len(block._known) <= MAX_SUGGESTED:
-                        meant = did_you_mean(key, block._known)
-                    block._record(key, "refused", f"unknown key; {meant}")
-        refused = next((entry.key for entry in self._entries.values() if entry.fate == "refused"), None)
-        for block in blocks:
-            for key in block._unsettled():  # it was read; a refused key may have ended the reading of the file
-                if refused is not None:
-                    block._record(key, "ignored", f"it is undecided because {refused} is refused")
+            for key, value in block.values.items():
+                path = block.path_of(key)
+                if path in self._entries or (path in self._blocks and isinstance(value, dict)):
+                    continue
+                if value is None or key.startswith(COMMENTS):
+                    block._record(key, "ignored", "it is empty" if value is None else "a comment")
+                elif key in block._known:
+                    undecided.append((block, key))
                 else:
-                    block._record(key, "refused", "it has no effect here; leave it out")
+                    block._record(key, "refused", f"unknown key; {_suggestion(key, block._known, places.get(key, []))}")
+        refused = next((entry.key for entry in self._entries.values() if entry.fate == "refused"), None)
+        for block, key in undecided:  # it was read; a refused key may have ended the reading of the file
+            if refused is None:
+                block._record(key, "refused", "it has no effect here; leave it out")
+            else:
+                block._record(key, "ignored", f"it is undecided because {refused} is refused")
         return tuple(self._rows())
-
-    def _unsettled(self) -> list[str]:
-        """Keys without an entry that are no blocks."""
-        keys = {key: self.path_of(key) for key in self.values}
-        blocks = {key for key, path in keys.items() if path in self._blocks and isinstance(self.values[key], dict)}
-        return [key for key, path in keys.items() if path not in self._entries and key not in blocks]
 
     def _rows(self) -> Iterator[Entry]:
         for key, value in self.values.items():
@@ -256,6 +200,72 @@ class Block:
                 yield Entry(path, "{}", "ignored", "it is empty")
             if path in self._blocks:
                 yield from self._blocks[path]._rows()
+
+
+def _suggestion(key: str, known: set[str], places: list[str]) -> str:
+    near = places[0] if len(places) == 1 else nearest(key, known)
+    if near is not None:
+        return f"did you mean {near!r}?"
+    return did_you_mean(key, known) if len(known) <= MAX_SUGGESTED else "no known key is similar"
+
+
+# Converters of values. The message of a ValueError is the reason why the key is refused.
+
+
+def _scalar(value: Tree) -> str:
+    if isinstance(value, dict | list):
+        raise ValueError(f"it is a {'mapping' if isinstance(value, dict) else 'list'}, not a single value")
+    text = str(value)
+    if text.lower() == AUTO:
+        raise ValueError("auto is not possible; write a value, or leave it out")
+    if not text.strip().isprintable():
+        raise ValueError("it has characters that cannot be printed")
+    return text
+
+
+def as_text(value: Tree) -> str:
+    return _scalar(value).strip()
+
+
+def as_word(value: Tree, choices: Iterable[str]) -> str:
+    """One of the choices, written in any capitals."""
+    text, known = _scalar(value), {choice.lower(): choice for choice in choices}
+    if text.lower() not in known:
+        raise ValueError(f"it is unknown; {did_you_mean(text, known.values())}")
+    return known[text.lower()]
+
+
+def as_flag(value: Tree) -> bool:
+    word = _scalar(value).lower()
+    if word not in TRUE + FALSE:
+        raise ValueError("it is not true or false")
+    return word in TRUE
+
+
+def as_number(value: Tree, least: float = -math.inf, most: float = math.inf, is_whole: bool = False) -> float:
+    """A finite number. A whole one may be written as 5e8, too."""
+    text = _scalar(value)
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not math.isfinite(number) or (is_whole and number != int(number)):
+        raise ValueError(f"it is not a {'whole ' if is_whole else ''}number")
+    most = min(most, MAX_WHOLE) if is_whole else most
+    if not least <= number <= most:
+        raise ValueError(f"it must be {f'at least {least:g}' if number < least else f'at most {most:g}'}")
+    return number
+
+
+def as_texts(value: Tree) -> Sequence[str]:
+    """A list of texts, or one text with commas."""
+    if isinstance(value, str):
+        value = [part.strip() for part in value.split(",") if part.strip()]
+    if not isinstance(value, list) or not all(isinstance(part, str) for part in value):
+        raise ValueError("it is not a list of names")
+    if not all(part.isprintable() for part in value):
+        raise ValueError("it has characters that cannot be printed")
+    return value
 
 
 def name_of(key: str) -> str:
@@ -288,14 +298,6 @@ def _place_of(path: Path, folder: Path) -> tuple[Path, str]:
     if neighbour.resolve() != path.resolve():
         both = f"neither {both} nor as {neighbour}, next to the file that names it"
     raise ConfigurationError(f"{path}: no such file, {both}")
-
-
-def _number(value: Tree) -> float | None:
-    try:
-        number = float(value) if isinstance(value, str) else math.nan
-    except ValueError:
-        return None
-    return number if math.isfinite(number) else None
 
 
 def shown(value: Tree) -> str:

@@ -13,7 +13,7 @@ learning rate in every step.
 from typing import Any
 
 from ..base.documents import Tree
-from .account import Block
+from .account import Block, as_number
 from .deepspeed_sharding import read_precision, read_sharding
 from .migrated import Original
 from .tables import apply_rules, read_setting, table
@@ -39,9 +39,8 @@ def read_deepspeed(top: Block) -> tuple[dict[str, Any], Original]:
             block = block.inner(key)
         apply_rules(block, "deepspeed", path)
     for row in known["switches"]:
-        for key in row["keys"]:
-            if top.has(key):
-                _refuse_if_on(top, key, row)
+        for key in filter(top.has, row["keys"]):
+            _refuse_if_on(top, key, row)
     settings = {"strategy": sharding.strategy, **precision, **sharding.settings, **_read_training(top)}
     return settings, Original("deepspeed", sharding.bucket_elems)
 
@@ -76,9 +75,19 @@ def _read_training(top: Block) -> dict[str, Any]:
         why = f"the schedule has a peak learning rate of its own, {rate:g}"
         top.inner("optimizer").inner("params").ignored("lr", why)
     settings |= {**optimizer, **schedule, **read_setting(top, "steps_per_print", "logging_steps")}
-    reporters = tuple(name for name in ("tensorboard", "wandb") if _reports(top.inner(name), name))
-    settings |= {"report_to": reporters} if reporters else {}
-    return settings | _read_compiler(top.inner("compile"))
+    reporters = []
+    for name in ("tensorboard", "wandb"):
+        block = apply_rules(top.inner(name), "deepspeed", name)
+        reporters += [name] if block.flag("enabled") else []
+        block.used_if(name in reporters, "enabled", f"report_to {name}", "it is off")
+    settings |= {"report_to": tuple(reporters)} if reporters else {}
+    # `disable` and `backend` are from the time when DeepSpeed called torch.compile; DeepCompile is refused.
+    block = apply_rules(top.inner("compile"), "deepspeed", "compile")
+    is_compiled = block.has("disable") and not block.flag("disable")
+    block.word("backend", ("inductor",), "inductor")
+    compiled = "compile: torch.compile, block by block (DeepSpeed has dropped the key)"
+    block.used_if(is_compiled, ("disable", "backend"), compiled, "nothing is compiled")
+    return settings | ({"compile": True} if is_compiled else {})
 
 
 def _read_batch(top: Block) -> dict[str, Any]:
@@ -97,24 +106,6 @@ def _read_batch(top: Block) -> dict[str, Any]:
     elif total and micro and num_micro:
         top.used("train_batch_size", f"global_batch_size {total}, which needs {total // per_rank} ranks")
     return settings
-
-
-def _reports(block: Block, name: str) -> bool:
-    apply_rules(block, "deepspeed", name)
-    is_on = block.flag("enabled")
-    block.settle("enabled", "used" if is_on else "ignored", f"report_to {name}" if is_on else "it is off")
-    return is_on
-
-
-def _read_compiler(block: Block) -> dict[str, Any]:
-    """`disable` and `backend` are from the time when DeepSpeed called torch.compile; DeepCompile is refused."""
-    apply_rules(block, "deepspeed", "compile")
-    is_on = block.has("disable") and not block.flag("disable")
-    block.word("backend", ("inductor",), "inductor")
-    compiled = "compile: torch.compile, block by block (DeepSpeed has dropped the key)"
-    for key in ("disable", "backend"):
-        block.settle(key, "used" if is_on else "ignored", compiled if is_on else "nothing is compiled")
-    return {"compile": True} if is_on else {}
 
 
 def _read_optimizer(block: Block) -> dict[str, Any]:
@@ -150,12 +141,8 @@ def _read_optimizer(block: Block) -> dict[str, Any]:
 def _read_adam(params: Block, settings: dict[str, Any], chosen: str) -> float:
     """Return the default weight decay."""
     if not params.auto("betas", "--adam-beta1 and --adam-beta2 of the trainer"):
-        betas = params.numbers("betas", (0.9, 0.999))
-        if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
-            params.refused("betas", "it must be two numbers, each at least 0 and below 1")
-        else:
-            settings |= {"adam_beta1": betas[0], "adam_beta2": betas[1]}
-            params.used("betas", f"adam_beta1 {betas[0]:g} and adam_beta2 {betas[1]:g}")
+        settings["adam_beta1"], settings["adam_beta2"] = betas = params.read("betas", _as_betas, (0.9, 0.999))
+        params.used("betas", f"adam_beta1 {betas[0]:g} and adam_beta2 {betas[1]:g}")
     settings |= read_setting(params, "eps", "adam_epsilon", 1e-8, True)
     is_decoupled = params.flag("adam_w_mode", True) or chosen == "AdamW"
     is_torch = params.flag("torch_adam")
@@ -166,6 +153,13 @@ def _read_adam(params: Block, settings: dict[str, Any], chosen: str) -> float:
     if not is_decoupled and is_decayed:
         params.refused("adam_w_mode", "decay inside the gradient is not AdamW; write true, or weight_decay 0")
     return decay
+
+
+def _as_betas(value: Tree) -> tuple[float, float]:
+    betas = [as_number(part, least=0) for part in value] if isinstance(value, list) else []
+    if len(betas) != 2 or max(betas) >= 1:
+        raise ValueError("it must be two numbers, each at least 0 and below 1")
+    return betas[0], betas[1]
 
 
 def _read_schedule(block: Block, rate: float | None) -> dict[str, Any]:

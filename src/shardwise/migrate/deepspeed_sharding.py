@@ -14,7 +14,7 @@ from typing import Any
 
 from ..base.errors import ConfigurationError
 from ..trainer.offload import offload_of
-from .account import AUTO, Block
+from .account import Block
 from .migrated import Change, with_changes
 from .tables import apply_rules, rules, table
 
@@ -40,6 +40,11 @@ class Sharding:
     def report_stage(self, note: str = "") -> None:
         self.block.used("stage", f"strategy {self.strategy.partition('+')[0]}{self.grouped}{note}")
 
+    def use_groups(self, key: str, size: int, strategy: str, how: str, becomes: str) -> None:
+        self.strategy, self.settings["node_size"] = table("deepspeed")[strategy], size
+        self.grouped = f", stage {LAST} {how} groups of ranks ({key})"
+        self.block.used(key, f"strategy {self.strategy} with node_size {size}: {becomes}")
+
     def change(self, block: Block, key: str, words: str, becomes: str, fix: str = "") -> None:
         self.strategy = with_changes(self.strategy, [Change(block, key, words, becomes, fix)])
 
@@ -49,8 +54,12 @@ class Computes:
     """`name` is a precision of ours. `is_open`: the file leaves the precision to the trainer."""
 
     name: str
-    model: str  # fp32, bf16 or fp16: what DeepSpeed computes in
     is_open: bool = False
+
+    @property
+    def model(self) -> str:
+        """The dtype in which DeepSpeed computes: fp32, bf16 or fp16."""
+        return self.name.removeprefix("pure-")
 
 
 def read_sharding(top: Block) -> Sharding:
@@ -95,10 +104,7 @@ def _read_groups(zero: Block, sharding: Sharding) -> None:
     elif not in_groups:
         zero.refused(key, f"groups need stage {LAST}, and this is stage {sharding.stage}")
     else:
-        sharding.strategy, sharding.settings["node_size"] = table("deepspeed")["in_groups"], size
-        sharding.grouped = f", stage {LAST} in groups of ranks (mics_shard_size)"
-        becomes = f"strategy {sharding.strategy} with node_size {size}"
-        zero.used(key, f"{becomes}: sharded in groups of {size}, equal across them")
+        sharding.use_groups(key, size, "in_groups", "in", f"sharded in groups of {size}, equal across them")
     if copy_size <= 1:
         zero.ignored(second, "no second copy")
     elif sharding.stage != LAST:
@@ -106,17 +112,15 @@ def _read_groups(zero: Block, sharding: Sharding) -> None:
     elif in_groups:
         zero.refused(second, f"groups of {copy_size} with mics_shard_size {size}: a group has its copy already")
     else:
-        sharding.strategy, sharding.settings["node_size"] = table("deepspeed")["with_a_copy_per_node"], copy_size
-        sharding.grouped = f", stage {LAST} with a second copy in groups of ranks (zero_hpz_partition_size)"
-        becomes = f"strategy {sharding.strategy} with node_size {copy_size}: parameters are kept in the group's copy"
-        zero.used(second, f"{becomes}, which is refreshed after each update")
+        becomes = "parameters are kept in the group's copy, which is refreshed after each update"
+        sharding.use_groups(second, copy_size, "with_a_copy_per_node", "with a second copy in", becomes)
 
 
 def _read_optimizer_offload(zero: Block, sharding: Sharding) -> None:
     block, device, source, key = _offload(zero, "offload_optimizer", "cpu_offload")
     ratio = block.number("ratio", 1.0, least=0, most=1)
+    block.ignored("ratio", "nothing is offloaded")
     if device == "none":
-        block.ignored("ratio", "nothing is offloaded")
         return
     stage, place = sharding.stage, PLACES[device]
     if stage == 0:
@@ -152,41 +156,34 @@ def _read_param_offload(zero: Block, sharding: Sharding) -> None:
 def _offload(zero: Block, name: str, old: str) -> tuple[Block, str, Block, str]:
     """The block, its device, and the key that names the device: in the block, or the flag `old` of older files."""
     block = apply_rules(zero.inner(name), "deepspeed", f"zero_optimization.{name}")
-    device = block.word("device", ("none", *PLACES), "none")
-    if device == "none":
-        block.ignored("device", "it stays on the device")
-    is_old = zero.flag(old)
-    if not is_old:
-        zero.ignored(old, "it stays on the device")
-    elif block.has("device"):
+    device, is_old = block.word("device", ("none", *PLACES), "none"), zero.flag(old)
+    if is_old and block.has("device"):
         zero.refused(old, f"it is the old form of {block.path}; leave {block.path}")
-    if device != "nvme":
-        block.ignored("nvme_path", f"the device is {device}, and nothing is stored on a disk")
+    for holder, key in ((block, "device"), (zero, old)):
+        holder.ignored(key, "it stays on the device")
+    block.ignored("nvme_path", f"the device is {device}, and nothing is stored on a disk")
     if block.has("device"):
         return block, device, block, "device"
-    return block, "cpu" if is_old else device, zero, old
+    return block, "cpu" if is_old else "none", zero, old
 
 
 def _take_folder(block: Block, sharding: Sharding, device: str) -> None:
     if device != "nvme":
         return
     path = block.text("nvme_path")
-    folders = (f"disk:{path}",)
+    folder = f"disk:{path}"
     try:
-        offload_of(folders)
-        is_path = bool(path.strip()) and "\0" not in path and "=" not in path
+        offload_of((folder,))
+        is_path = bool(path) and "=" not in path
     except ConfigurationError:
         is_path = False
-    other = sharding.settings.get("offload", folders)
+    (other,) = sharding.settings.setdefault("offload", (folder,)) if is_path else (folder,)
     if not is_path:
         key = "nvme_path" if block.has("nvme_path") else "device"
         block.refused(key, "it needs nvme_path, a folder on a local disk")
-    elif other != folders:
-        named = other[0].removeprefix("disk:")
-        block.refused("nvme_path", f"{named} is named, too, and everything on disk is in one folder")
-    else:
-        sharding.settings["offload"] = folders
-        block.used("nvme_path", f"offload disk:{path} (disk_path= of sw.shard)")
+    elif other != folder:
+        block.refused("nvme_path", f"{other} is named, too, and everything on disk is in one folder")
+    block.used("nvme_path", f"offload {folder} (disk_path= of sw.shard)")
 
 
 def _read_quantised(zero: Block, sharding: Sharding) -> None:
@@ -210,14 +207,12 @@ def _read_quantised(zero: Block, sharding: Sharding) -> None:
 def _bucket_elems(zero: Block, stage: int) -> int:
     """Elements of DeepSpeed's buffers: gradients wait for their reduction in one buffer, or in two that alternate;
     stage 3 prefetches weights. An "auto" of Hugging Face depends on the model, and is small."""
-    sizes = {"reduce_bucket_size": 500_000_000, "stage3_prefetch_bucket_size": 50_000_000}
-    for key, default in sizes.items() if stage else ():
-        is_auto = str(zero.values.get(key)).lower() == AUTO
-        sizes[key] = 0 if is_auto else zero.whole(key, default, least=0)
-    reduce, prefetch = sizes.values()
-    if stage in (0, LAST):
-        return reduce + prefetch if stage else 0
-    return reduce * (2 if zero.flag("overlap_comm") else 1)
+    reduce, prefetch = (
+        0 if zero.auto(key, "") else zero.whole(key, default, least=0)
+        for key, default in (("reduce_bucket_size", 500_000_000), ("stage3_prefetch_bucket_size", 50_000_000))
+    )
+    alternating = 2 if zero.flag("overlap_comm") else 1
+    return (0, alternating * reduce, alternating * reduce, reduce + prefetch)[stage]
 
 
 def read_precision(top: Block, sharding: Sharding) -> dict[str, Any]:
@@ -268,9 +263,8 @@ def _computes(half: Block, brain: Block) -> Computes:
             block.used("enabled", f"off: precision {name} is enabled")
         elif not is_on and not is_open:
             block.used("enabled", "precision fp32, unless another is enabled")
-    if (half_is_open or brain_is_open) and not (is_half or is_brain):
-        return Computes("bf16", "bf16", is_open=True)
-    return Computes(name, name.removeprefix("pure-"))
+    is_open = (half_is_open or brain_is_open) and not (is_half or is_brain)
+    return Computes("bf16" if is_open else name, is_open)
 
 
 def _is_pure(brain: Block, is_on: bool, is_open: bool) -> bool:

@@ -193,8 +193,7 @@ def read_groups(block: Block, fsdp: Fsdp | None, num_ranks: int | None) -> tuple
     )
     copies, group = block.whole(copies_key, 1, least=1), block.whole(group_key, 1, least=1)
     if copies == 1 and group == 1:
-        for key in (copies_key, group_key):
-            block.used(key, "one group")
+        block.used((copies_key, group_key), "one group")
         return name, None
     # Ranks that share something else than state: refused by their own keys.
     product = copies * group * math.prod(max(block.whole(key, 1), 1) for key in others)
@@ -217,8 +216,7 @@ def read_groups(block: Block, fsdp: Fsdp | None, num_ranks: int | None) -> tuple
         block.used(copies_key, "one group")
         return name, None
     grouped = name if name in hybrids.values() else hybrids.get(name, FULL)
-    for key in (copies_key, group_key):
-        if fsdp.key and grouped != name:
-            block.refused(key, f"{name} has no groups; name {grouped}, or leave the name out")
-        block.used(key, f"strategy {strategies()[grouped]}, node_size {group}")
+    if fsdp.key and grouped != name:
+        block.refused((copies_key, group_key), f"{name} has no groups; name {grouped}, or leave the name out")
+    block.used((copies_key, group_key), f"strategy {strategies()[grouped]}, node_size {group}")
     return grouped, group

@@ -49,7 +49,7 @@ def read_hugging_face(top: Block, folder: Path) -> Read:
     others = {*fixed, *(key for keys in names.values() for key in keys), "fsdp", "fsdp_config", "deepspeed"}
     if set(top.values) & known_keys() and not set(top.values) & others:
         return sharded({}, read_fsdp(top, 0))
-    settings = _names(top)
+    settings = _names_and_length(top)
     for read in (_schedule, _optimizer, _intervals, _checkpointing_and_compilation, _adapters, _rest):
         read(top, settings)
     word, loaded = _dtypes(top)
@@ -88,8 +88,7 @@ def _fsdp(top: Block, folder: Path) -> Fsdp | None:
         if block.values and not top.has("fsdp"):
             block.settle_rest("refused", "it is only read with fsdp: true")
         block.settle_rest("ignored", "fsdp is off")
-        for key in ("fsdp", "fsdp_version"):
-            top.ignored(key, "nothing is sharded")
+        top.ignored(("fsdp", "fsdp_version"), "nothing is sharded")
         return None
     top.whole("fsdp_version", 2, least=1, most=2)
     top.used("fsdp_version", "one engine for both versions")
@@ -151,10 +150,10 @@ def _deepspeed(top: Block, folder: Path, settings: dict[str, Any], word: str, lo
             theirs[name] = settings[name]
         else:
             top.refused(written, f"deepspeed has {theirs[name]}; write it in one of the two, or the same in both")
-    for key in (*DTYPES, "pure_bf16") if loaded == "pure" else DTYPES:
-        if loaded != "fp32" and theirs["precision"] == "fp32":
-            top.refused(key, "DeepSpeed's own keys decide the dtype: write bf16 there, or leave it out")
-        top.used(key, f"precision {theirs['precision']}: DeepSpeed's own keys decide it, and masters are fp32")
+    keys = (*DTYPES, "pure_bf16") if loaded == "pure" else DTYPES
+    if loaded != "fp32" and theirs["precision"] == "fp32":
+        top.refused(keys, "DeepSpeed's own keys decide the dtype: write bf16 there, or leave it out")
+    top.used(keys, f"precision {theirs['precision']}: DeepSpeed's own keys decide it, and masters are fp32")
     return settings | theirs, original
 
 
@@ -196,8 +195,7 @@ def _precision(top: Block, word: str, loaded: Loaded, is_sharded: bool, has_adap
     makes_masters = is_sharded and word != "no" and _lower(top, "bf16") != "full"
     keys = (*DTYPES, "pure_bf16") if loaded == "pure" else DTYPES
     if loaded == "auto" and not makes_masters and not (has_adapters and word != "no"):
-        for key in keys:
-            top.refused(key, "the dtype is known from the checkpoint only: write float32 or bfloat16")
+        top.refused(keys, "the dtype is known from the checkpoint only: write float32 or bfloat16")
     if loaded in ("fp32", "auto") or word == "fp16" or makes_masters:
         how = ": FSDP makes fp32 masters, whatever the dtype of loaded weights" if makes_masters else ""
         precision = PRECISIONS[word]
@@ -208,8 +206,7 @@ def _precision(top: Block, word: str, loaded: Loaded, is_sharded: bool, has_adap
         by = ", as Axolotl does (it may keep norms and embeddings in fp32)" if top.has(AXOLOTL) else ""
         how = f": weights are loaded and trained in bf16{by}, without fp32 masters"
         precision = "pure-bf16"
-    for key in keys:
-        top.used(key, f"precision {precision}{how}")
+    top.used(keys, f"precision {precision}{how}")
     if word == "bf16" and how and not makes_masters:
         top.used(word, f"precision {precision}{how}")
     return precision
@@ -250,7 +247,7 @@ def _adapters(top: Block, settings: dict[str, Any]) -> None:
         targets_key: f"lora targets {', '.join(targets)}",
         "lora_target_linear": "modules are named one by one",
     }.items():
-        top.settle(key, "used" if is_lora else "ignored", text if is_lora else "no adapters are asked for")
+        top.used_if(is_lora, key, text, "no adapters are asked for")
     if is_lora:
         settings["lora"] = {"r": rank, "alpha": alpha, "dropout": dropout, "targets": list(targets)}
 
@@ -263,8 +260,8 @@ def _wants_lora(top: Block) -> bool:
     if kind in ("freeze", "oft"):
         top.refused("finetuning_type", "all weights are trained here, or LoRA adapters: full or lora")
     is_lora = adapter == "lora" or kind == "lora" or top.flag("use_peft")
-    for key in ("adapter", "finetuning_type", "use_peft"):
-        top.used(key, "LoRA adapters" if is_lora else "all weights are trained")
+    becomes = "LoRA adapters" if is_lora else "all weights are trained"
+    top.used(("adapter", "finetuning_type", "use_peft"), becomes)
     return is_lora
 
 
@@ -285,55 +282,45 @@ def _rest(top: Block, settings: dict[str, Any]) -> None:
         settings["resume_from_checkpoint"] = "latest" if resume.lower() in TRUE else resume
     elif top.flag("auto_resume_from_checkpoints"):
         settings["resume_from_checkpoint"] = "auto"
-    for key in ("resume_from_checkpoint", "auto_resume_from_checkpoints"):
-        top.used(key, f"resume_from_checkpoint {settings.get('resume_from_checkpoint', 'none')}")
-    for key in ("packing", "sample_packing"):
-        if top.has(key):
-            settings["packing"] = "packed" if top.flag(key) else "padded"
-            top.used(key, f"packing {settings['packing']}")
-    top.ignored("neat_packing", "packing decides if samples are packed")
-    if top.flag("neat_packing"):
-        settings |= {"packing": "packed", "isolate_documents": True}
-        top.used("neat_packing", "packing packed, isolate_documents: attention stops at the ends of documents")
-    for key in ("use_cpu", "no_cuda"):
-        if top.flag(key):
-            settings["device"] = "cpu"
-        top.used(key, f"device {settings.get('device', 'cuda, where there is one')}")
+    becomes = f"resume_from_checkpoint {settings.get('resume_from_checkpoint', 'none')}"
+    top.used(("resume_from_checkpoint", "auto_resume_from_checkpoints"), becomes)
+    for key in filter(top.has, ("packing", "sample_packing")):
+        settings["packing"] = "packed" if top.flag(key) else "padded"
+        top.used(key, f"packing {settings['packing']}")
+    is_neat = top.flag("neat_packing")
+    settings |= {"packing": "packed", "isolate_documents": True} if is_neat else {}
+    becomes = "packing packed, isolate_documents: attention stops at the ends of documents"
+    top.used_if(is_neat, "neat_packing", becomes, "packing decides if samples are packed")
+    on_cpu = [key for key in ("use_cpu", "no_cuda") if top.flag(key)]
+    settings |= {"device": "cpu"} if on_cpu else {}
+    top.used(("use_cpu", "no_cuda"), f"device {settings.get('device', 'cuda, where there is one')}")
 
 
 # The training: settings with a key of their own, the schedule, the optimizer, and intervals
 
 
-def _names(top: Block) -> dict[str, Any]:
-    settings: dict[str, Any] = {}
+def _names_and_length(top: Block) -> dict[str, Any]:
+    """Settings with a key of their own. The length of the training is steps if they are above 0, else epochs."""
+    has_training = any(top.has(key) for key in TRAINING_KEYS)
+    settings: dict[str, Any] = DEFAULTS.copy() if has_training else {}
     for name, keys in table("hugging_face")["settings"].items():
         settings |= read_setting(top, top.first_of(*keys), name)
     if "model" in settings and "dataset" not in settings:
         settings["train_file"] = (YOUR_DATA,)
-    settings |= _length(top)
-    return DEFAULTS | settings if any(top.has(key) for key in TRAINING_KEYS) else settings
-
-
-def _length(top: Block) -> dict[str, Any]:
-    """The length of the training: steps if they are above 0, else epochs."""
     steps = top.whole("max_steps", -1, least=-1)
     key = top.first_of("num_train_epochs", "num_epochs")
     epochs = top.number(key, EPOCHS, least=0)
-    if steps > 0:
-        top.used("max_steps", f"max_steps {steps}")
-        top.ignored(key, "max_steps decides when to stop")
-        return {"max_steps": steps}
-    top.ignored("max_steps", "epochs decide when to stop")
-    if epochs == 0:
+    top.used_if(steps > 0, "max_steps", f"max_steps {steps}", "epochs decide when to stop")
+    if steps <= 0 and epochs == 0:
         top.refused(key, "it trains on nothing; it must be above 0")
-    top.used(key, f"num_train_epochs {epochs:g}")
-    return {"num_train_epochs": epochs} if epochs and any(top.has(name) for name in TRAINING_KEYS) else {}
+    top.used_if(steps <= 0, key, f"num_train_epochs {epochs:g}", "max_steps decides when to stop")
+    if steps > 0:
+        return settings | {"max_steps": steps}
+    return settings | ({"num_train_epochs": epochs} if epochs and has_training else {})
 
 
 def _schedule(top: Block, settings: dict[str, Any]) -> None:
-    key = "lr_scheduler" if top.has("lr_scheduler") and not top.has("lr_scheduler_type") else "lr_scheduler_type"
-    if key == "lr_scheduler_type":
-        top.ignored("lr_scheduler", "lr_scheduler_type decides it")
+    key = _newer_key(top, "lr_scheduler_type", "lr_scheduler")
     names = table("hugging_face")["schedules"]
     word = top.word(key, names, "linear")
     if names[word] is None:
@@ -353,11 +340,18 @@ def _schedule(top: Block, settings: dict[str, Any]) -> None:
             rate = settings.get("learning_rate") or 0.0
             ratio = block.number("min_lr", 0.0, least=0, most=max(rate, 0.0)) / rate if rate else 0.0
         settings["min_lr_ratio"] = min(ratio, 1.0)
-        for name in ("min_lr", "min_lr_rate"):
-            block.used(name, f"min_lr_ratio {ratio:g}")
+        block.used(("min_lr", "min_lr_rate"), f"min_lr_ratio {ratio:g}")
     elif word == "warmup_stable_decay":
         _stable_arguments(top, block, settings)
     _warmup(top, word, settings)
+
+
+def _newer_key(top: Block, key: str, other: str) -> str:
+    """`key` decides; `other` is read where only that is written."""
+    if top.has(other) and not top.has(key):
+        return other
+    top.ignored(other, f"{key} decides it")
+    return key
 
 
 def _stable_arguments(top: Block, block: Block, settings: dict[str, Any]) -> None:
@@ -370,16 +364,13 @@ def _stable_arguments(top: Block, block: Block, settings: dict[str, Any]) -> Non
             fix = "write lr_scheduler_kwargs: decay_type: linear"
             top.refused("lr_scheduler_type", f"the decay is linear here; {fix}")
     block.word("warmup_type", ("linear",), "linear")
-    for key in ("decay_type", "warmup_type"):
-        block.used(key, "linear")
+    block.used(("decay_type", "warmup_type"), "linear")
 
 
 def _warmup(top: Block, word: str, settings: dict[str, Any]) -> None:
     """A number of steps; below 1 it is a fraction of all steps."""
     for key, most in (("warmup_ratio", 1.0), ("warmup_steps", 2.0**53)):
         asked = top.number(key, 0.0, least=0, most=most)
-        if not top.has(key):
-            continue
         is_fraction = 0 < asked < 1 or (key == "warmup_ratio" and asked > 0)
         if word == "constant":
             top.ignored(key, "constant has no warm-up; constant_with_warmup has one")
@@ -389,15 +380,13 @@ def _warmup(top: Block, word: str, settings: dict[str, Any]) -> None:
             top.refused(key, "it is not a whole number of steps")
         elif key == "warmup_ratio" and settings.get("warmup_steps"):
             top.ignored(key, "warmup_steps decides it")
-        else:
+        elif top.has(key):
             settings["warmup_steps"] = asked or settings.get("warmup_steps", 0)
             top.used(key, f"warmup_steps {asked:g}{' of all steps' if is_fraction else ''}")
 
 
 def _optimizer(top: Block, settings: dict[str, Any]) -> None:
-    key = "optimizer" if top.has("optimizer") and not top.has("optim") else "optim"
-    if key == "optim":
-        top.ignored("optimizer", "optim decides it")
+    key = _newer_key(top, "optim", "optimizer")
     word, names = top.text(key).lower(), table("hugging_face")["optimizers"]
     if not word:
         top.ignored(key, "it is empty")
@@ -411,7 +400,6 @@ def _optimizer(top: Block, settings: dict[str, Any]) -> None:
 
 
 def _intervals(top: Block, settings: dict[str, Any]) -> None:
-    """Add when to evaluate and when to save."""
     strategy = top.first_of("evaluation_strategy", "eval_strategy", default="eval_strategy")
     _interval(top, settings, strategy, "eval_steps", "evals_per_epoch")
     is_evaluated = top.text(strategy, "no").lower() != "no" or top.has("eval_steps")

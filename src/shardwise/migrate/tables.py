@@ -12,43 +12,39 @@ from typing import Any
 
 from ..base.documents import Tree, yaml_tree
 from ..trainer.settings import Settings
-from .account import Block, Fate
+from .account import AUTO, Block, Fate, as_flag, as_number, as_text, as_texts, as_word
 
 MAX_DEPTH = 4
 # Values with which a key asks for nothing.
 OFF = ("false", "none", "no", "", "0", "[]", "{}")
 FIELDS = {entry.name: entry for entry in fields(Settings)}
-# Reads a value as its type; refuses the key if the value has another type.
-Check = Callable[[Block, str], object]
+# Reads a value as its type; raises ValueError if the value has another type.
+Convert = Callable[[Tree], object]
 
 
-def _mapping(block: Block, key: str) -> object:
-    if not isinstance(block.values[key], dict):
-        block.refused(key, "it is not a mapping of keys to values")
-    return block.values[key]
+def _as_mapping(value: Tree) -> Tree:
+    if not isinstance(value, dict):
+        raise ValueError("it is not a mapping of keys to values")
+    return value
 
 
-def _special_tokens(block: Block, key: str) -> object:
+def _as_special_tokens(value: Tree) -> Tree:
     """Tokens without the padding token, which is never trained on."""
-    tokens = block.values[key]
-    if not isinstance(tokens, dict):
-        block.refused(key, "it is not a mapping of names to tokens")
-        return {}
-    return {name: token for name, token in tokens.items() if name != "pad_token" and token is not None}
+    return {name: token for name, token in _as_mapping(value).items() if name != "pad_token" and token is not None}
 
 
-CHECKS: dict[str, Check] = {
-    "any": lambda block, key: block.values[key],
-    "flag": Block.flag,
-    "text": Block.text,
-    "names": Block.texts,
-    "number": Block.number,
-    "positive": partial(Block.number, least=0),
-    "whole": Block.whole,
-    "size": partial(Block.whole, least=0),
-    "count": partial(Block.whole, least=1),
-    "mapping": _mapping,
-    "special tokens": _special_tokens,
+CONVERTERS: dict[str, Convert] = {
+    "any": lambda value: value,
+    "flag": as_flag,
+    "text": as_text,
+    "names": as_texts,
+    "number": as_number,
+    "positive": partial(as_number, least=0),
+    "whole": partial(as_number, is_whole=True),
+    "size": partial(as_number, is_whole=True, least=0),
+    "count": partial(as_number, is_whole=True, least=1),
+    "mapping": _as_mapping,
+    "special tokens": _as_special_tokens,
 }
 
 
@@ -56,7 +52,7 @@ CHECKS: dict[str, Check] = {
 class Rule:
     """The answer for a key. If `refused` has a reason, the key is refused unless its value is one of `unless`."""
 
-    check: Check
+    convert: Convert
     fate: Fate
     text: str
     refused: str = ""
@@ -80,30 +76,26 @@ def rules(library: str, section: str, prefix: str = "") -> Mapping[str, Rule]:
         fate: Fate = "used" if "used" in row else "ignored"
         unless = tuple(word for part in row.get("unless", ["off"]) for word in (OFF if part == "off" else [part]))
         answer = (fate, row.get(fate, "this value changes nothing"), row.get("refused", ""), unless)
-        known |= {key: Rule(_check(kind), *answer) for key, kind in keys.items()}
+        known |= {key: Rule(_converter(kind), *answer) for key, kind in keys.items()}
     return known | {f"{prefix}{key}": rule for key, rule in known.items()}
 
 
 def apply_rules(block: Block, library: str, section: str, prefix: str = "") -> Block:
     """Settle every key of the block that has a rule."""
     for key, rule in rules(library, section, prefix).items():
-        if not block.has(key):
-            continue
-        value = rule.check(block, key)
+        value = block.read(key, rule.convert, None)
         if rule.refused and _normalised(value) not in rule.unless:
             block.refused(key, rule.refused)
         block.settle(key, rule.fate, rule.text)
     return block
 
 
-def _check(kind: str) -> Check:
-    """A name of `CHECKS`, words to choose from (`fp32 | fp16`), or either with "or auto"."""
+def _converter(kind: str) -> Convert:
+    """A name of `CONVERTERS`, words to choose from (`fp32 | fp16`), or either with "or auto"."""
     if kind.endswith(" or auto"):
-        inner = _check(kind.removesuffix(" or auto"))
-        return lambda block, key: block.auto(key, "") or inner(block, key)
-    if " | " in kind:
-        return partial(Block.word, choices=kind.split(" | "), default="")
-    return CHECKS[kind]
+        inner = _converter(kind.removesuffix(" or auto"))
+        return lambda value: value if str(value).lower() == AUTO else inner(value)
+    return partial(as_word, choices=kind.split(" | ")) if " | " in kind else CONVERTERS[kind]
 
 
 def _normalised(value: object) -> str:
@@ -119,7 +111,7 @@ def read_setting(block: Block, key: str, name: str, default: float | None = None
     """
     if auto and block.auto(key, f"--{name.replace('_', '-')} of the trainer"):
         return {}
-    value = _value(block, key, name) if block.has(key) else None
+    value = block.read(key, partial(_as_setting, name), None)
     value = default if value is None else value
     if value is None:
         block.ignored(key, "it is empty")
@@ -128,17 +120,16 @@ def read_setting(block: Block, key: str, name: str, default: float | None = None
     return {name: value}
 
 
-def _value(block: Block, key: str, name: str) -> Any:
-    """The value of a key; None, and refused, if it is not inside the limits of the setting."""
+def _as_setting(name: str, value: Tree) -> Any:
+    """The value inside the limits of the setting; None for a text that is empty."""
     kind, limits = str(FIELDS[name].type), FIELDS[name].metadata
     bounds = {bound: limits[bound] for bound in ("least", "most") if bound in limits}
     if "int" in kind and "str" not in kind:
-        count = block.whole(key, -1, **bounds)
-        return None if count == -1 else count
+        return int(as_number(value, **bounds, is_whole=True))
     if "float" in kind:
-        number = block.number(key, -1.0, **bounds)
+        number = as_number(value, **bounds)
         if "below" in limits and number >= limits["below"]:
-            block.refused(key, f"it must be below {limits['below']:g}")
-        return None if number < 0 else number
-    text = block.text(key)
+            raise ValueError(f"it must be below {limits['below']:g}")
+        return number
+    text = as_text(value)
     return None if text.lower() in ("", "none", "null") else text
