@@ -79,18 +79,18 @@ def test_codecs_are_checked_and_told_once() -> None:
 def test_differences_are_to_the_first_step_by_step() -> None:
     off = seen(INT8, (4.0, 3.3, 2.0, 1.05), eval_loss=2.1, inter_node_bytes=2.5e5)
     exact, row = wire.rows_of(found(seen("zero3"), off))
-    assert (exact.loss, exact.loss_difference, exact.largest_difference) == (2.5, 0.0, 0.0)
-    assert row.loss == pytest.approx((4.0 + 3.3 + 2.0 + 1.05) / 4)
-    assert row.loss_difference == pytest.approx(0.35 / 10)
-    assert row.eval_difference == pytest.approx(0.05)
-    assert (row.largest_difference, row.largest_at) == (pytest.approx(0.1), 2)
-    assert row.fewer_between_nodes == 4.0
+    assert (exact["loss"], exact["loss_difference"], exact["largest_difference"]) == (2.5, 0.0, 0.0)
+    assert row["loss"] == pytest.approx((4.0 + 3.3 + 2.0 + 1.05) / 4)
+    assert row["loss_difference"] == pytest.approx(0.35 / 10)
+    assert row["eval_difference"] == pytest.approx(0.05)
+    assert (row["largest_difference"], row["largest_at"]) == (pytest.approx(0.1), 2)
+    assert row["fewer_between_nodes"] == 4.0
 
 
 def test_the_loss_is_that_of_the_last_twenty_steps() -> None:
     losses = (100.0,) * 5 + (2.0,) * 20
     (row,) = wire.rows_of(found(seen("zero3", losses), settings=replace(SETTINGS, max_steps=25)))
-    assert row.loss == 2.0
+    assert row["loss"] == 2.0
 
 
 def test_who_diverged_has_what_was_seen_and_no_loss() -> None:
@@ -98,8 +98,8 @@ def test_who_diverged_has_what_was_seen_and_no_loss() -> None:
         seen("zero3"), seen(INT8, (4.0, 9.0), status="diverged", error="the loss of step 2", eval_loss=None)
     )
     row = wire.rows_of(findings)[1]
-    assert (row.loss, row.loss_difference, row.eval_difference) == (None, None, None)
-    assert row.largest_difference == pytest.approx(2.0)
+    assert (row["loss"], row["loss_difference"], row["eval_difference"]) == (None, None, None)
+    assert row["largest_difference"] == pytest.approx(2.0)
     assert wire.strategy_columns(findings)["loss"] == ["2.5000", "diverged"]
     assert wire.problems(findings) == [f"{INT8} (diverged): the loss of step 2"]
 
@@ -107,7 +107,7 @@ def test_who_diverged_has_what_was_seen_and_no_loss() -> None:
 def test_without_the_exact_run_there_is_nothing_to_compare_with() -> None:
     findings = found(TrainedRun("zero3", "failed", "no"), seen(INT8))
     row = wire.rows_of(findings)[1]
-    assert (row.loss, row.loss_difference) == (2.5, None)
+    assert (row["loss"], row["loss_difference"]) == (2.5, None)
     assert "vs zero3" not in wire.strategy_columns(findings)
 
 

@@ -292,7 +292,7 @@ def test_steps_that_deepspeed_leaves_out(stage: int, written: dict[str, Any], sk
         (
             "bf16.bf16_optimizer_states",
             {"bf16": {"enabled": "auto", "bf16_optimizer_states": True}},
-            "write enabled: true",
+            "with enabled: true",
         ),
         ("bfloat16.enabled", {"bf16": ON, "bfloat16": ON}, "leave one"),
         ("torch_autocast.enabled", {"torch_autocast": {**ON, "dtype": "bfloat16"}}, "under torch.autocast"),

@@ -259,8 +259,9 @@ def one_process(case: Case) -> Case:
 
 def settings_of(base: Case, shapes: Sequence[Shape], reduces: Sequence[str], fabrics: Sequence[Fabric]) -> list[Case]:
     """The product of `base` with shapes, reduction dtypes and fabrics; every contender runs in each setting."""
-    worlds = [{"fabric": str(one), "world_size": one.world_size, "node_size": one.node_size} for one in fabrics] or [{}]
-    return [
-        replace(base, shape=shape, reduce=reduce, **world)
-        for shape, reduce, world in itertools.product(shapes, reduces, worlds)
+    worlds = [
+        replace(base, fabric=str(fabric), world_size=fabric.world_size, node_size=fabric.node_size)
+        for fabric in fabrics
     ]
+    product = itertools.product(shapes, reduces, worlds or [base])
+    return [replace(world, shape=shape, reduce=reduce) for shape, reduce, world in product]

@@ -61,22 +61,17 @@ def rows_of(findings: Findings) -> list[Row]:
 
 
 def _row(case: Case, findings: Findings) -> Row:
-    verdict = findings.verdicts[case]
-    is_floor = case.contender in FLOORS
+    verdict, calls = findings.verdicts[case], findings.calls.get(case)
     is_ours = case.contender.partition(":")[0] == OURS
-    calls = findings.calls.get(case)
     about: dict[str, Any] = {
         "contender": label(case.contender),
-        "kind": "floor" if is_floor else "strategy" if is_ours else "peer",
+        "kind": "floor" if case.contender in FLOORS else "strategy" if is_ours else "peer",
         "shape": case.shape.name,
         "tokens": case.shape.tokens,
         "reduce": case.reduce,
         "fabric": case.fabric,
         "link_gigabytes_per_s": parse(case.fabric).intra.gigabytes_per_s if case.fabric else None,
-        "status": verdict.status,
-        "error": verdict.error,
-        "compared_with": verdict.compared_with,
-        "loss_difference": verdict.loss_difference,
+        **asdict(verdict),
         "calls_per_unit": calls.per_unit if calls else None,
         "calls_besides": calls.besides if calls else None,
     }
@@ -128,17 +123,14 @@ def note_of(findings: Findings) -> str:
     """Explain how to read the figures."""
     session = findings.session
     case = session.settings[0]
-    models = dict.fromkeys(setting.shape for setting in session.settings)
     sizes = "; ".join(
         f"{shape.name}: {num_params(shape) / 1e6:.1f}M parameters, {case.batch} x {shape.tokens} tokens"
-        for shape in models
+        for shape in dict.fromkeys(setting.shape for setting in session.settings)
     )
-    fabrics = " or ".join(dict.fromkeys(setting.fabric for setting in session.settings))
-    where = (
-        f"one process playing rank 0 of an emulated fabric ({fabrics})"
-        if case.fabric
-        else f"{case.world_size} ranks in nodes of {case.node_size} ({'nccl' if case.device == 'cuda' else 'gloo'})"
-    )
+    where = f"{case.world_size} ranks in nodes of {case.node_size} ({'nccl' if case.device == 'cuda' else 'gloo'})"
+    if case.fabric:
+        fabrics = " or ".join(dict.fromkeys(setting.fabric for setting in session.settings))
+        where = f"one process playing rank 0 of an emulated fabric ({fabrics})"
     how = [
         f"{case.micro_batches} micro-batches per step" if case.micro_batches > 1 else "",
         f"gradients clipped to {case.clip:g}" if case.clip else "",

@@ -13,7 +13,7 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -286,49 +286,33 @@ def _progress(metrics: Path, settings: Settings) -> str:
     return "setting up"
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
-    """One strategy compared with the exact one. Differences are relative; an unknown figure is None."""
-
-    strategy: str
-    status: str
-    error: str
-    loss: float | None = None  # mean of the last steps
-    loss_difference: float | None = None
-    eval_loss: float | None = None
-    eval_difference: float | None = None
-    largest_difference: float | None = None  # of the loss of one step
-    largest_at: int | None = None  # the number of that step
-    wire_bytes: float | None = None
-    planned_wire_bytes: float | None = None
-    inter_node_bytes: float | None = None
-    fewer_between_nodes: float | None = None  # the exact one's bytes / these
-    step_s: float | None = None
-
-
-# Fields that a row takes over from the run.
-SAME = {entry.name for entry in fields(Row)} & {entry.name for entry in fields(TrainedRun)}
-
-
-def rows_of(findings: Findings) -> list[Row]:
+def rows_of(findings: Findings) -> list[dict[str, Any]]:
+    """Every strategy compared with the exact one. Differences are relative; an unknown figure is None."""
     exact = findings.runs.get(findings.request.exact, TrainedRun(""))
     return [_row(run, exact, findings.request.num_steps) for run in findings.runs.values()]
 
 
-def _row(run: TrainedRun, exact: TrainedRun, num_steps: int) -> Row:
+def _row(run: TrainedRun, exact: TrainedRun, num_steps: int) -> dict[str, Any]:
     expected, loss = exact.losses or {}, _last(run, num_steps)
     apart = {step: abs(loss / expected[step] - 1.0) for step, loss in (run.losses or {}).items() if step in expected}
     largest_at = max(apart, key=apart.__getitem__, default=None)
     theirs, ours = exact.inter_node_bytes, run.inter_node_bytes
-    return Row(
-        **{name: getattr(run, name) for name in SAME},
-        loss=loss,
-        loss_difference=_difference(loss, _last(exact, num_steps)),
-        eval_difference=_difference(run.eval_loss, exact.eval_loss),
-        largest_difference=None if largest_at is None else apart[largest_at],
-        largest_at=largest_at,
-        fewer_between_nodes=theirs / ours if theirs and ours else None,
-    )
+    return {
+        "strategy": run.strategy,
+        "status": run.status,
+        "error": run.error,
+        "loss": loss,  # mean of the last steps
+        "loss_difference": _difference(loss, _last(exact, num_steps)),
+        "eval_loss": run.eval_loss,
+        "eval_difference": _difference(run.eval_loss, exact.eval_loss),
+        "largest_difference": None if largest_at is None else apart[largest_at],  # of the loss of one step
+        "largest_at": largest_at,  # the number of that step
+        "wire_bytes": run.wire_bytes,
+        "planned_wire_bytes": run.planned_wire_bytes,
+        "inter_node_bytes": ours,
+        "fewer_between_nodes": theirs / ours if theirs and ours else None,
+        "step_s": run.step_s,
+    }
 
 
 def _difference(own: float | None, exact: float | None) -> float | None:
@@ -375,23 +359,25 @@ def note_of(findings: Findings) -> str:
 def strategy_columns(findings: Findings) -> Columns:
     """The cells of the main table by column, without empty columns."""
     exact, rows = findings.request.exact, rows_of(findings)
-    # Differences of the exact one to itself are left out.
-    others = [Row(row.strategy, row.status, row.error) if row.strategy == exact else row for row in rows]
+
+    def cells(key: str, form: str, unit: float | None = None, with_exact: bool = True) -> list[str]:
+        """One column. Differences of the exact one to itself are left out."""
+        values = [row[key] if with_exact or row["strategy"] != exact else None for row in rows]
+        return [figure(value / unit if unit and value else value, form) for value in values]
+
+    largest = zip(cells("largest_difference", ".2%", with_exact=False), rows, strict=True)
     return filled(
         {
-            "strategy": [row.strategy for row in rows],
-            "loss": [figure(row.loss, ".4f") or row.status for row in rows],
-            f"vs {exact}": [figure(row.loss_difference, "+.2%") for row in others],
-            "evaluation": [figure(row.eval_loss, ".4f") for row in rows],
-            "vs": [figure(row.eval_difference, "+.2%") for row in others],
-            "largest": [
-                f"{row.largest_difference:.2%} ({row.largest_at})" if row.largest_at is not None else ""
-                for row in others
-            ],
-            "MB": [figure(row.wire_bytes and row.wire_bytes / 1e6, ".4f") for row in rows],
-            "between nodes MB": [figure(row.inter_node_bytes and row.inter_node_bytes / 1e6, ".4f") for row in rows],
-            "times fewer": [figure(row.fewer_between_nodes, ".2f") for row in others],
-            "s per step": [figure(row.step_s, ".4f") for row in rows],
+            "strategy": [row["strategy"] for row in rows],
+            "loss": [text or row["status"] for text, row in zip(cells("loss", ".4f"), rows, strict=True)],
+            f"vs {exact}": cells("loss_difference", "+.2%", with_exact=False),
+            "evaluation": cells("eval_loss", ".4f"),
+            "vs": cells("eval_difference", "+.2%", with_exact=False),
+            "largest": [f"{text} ({row['largest_at']})" if text else "" for text, row in largest],
+            "MB": cells("wire_bytes", ".4f", unit=1e6),
+            "between nodes MB": cells("inter_node_bytes", ".4f", unit=1e6),
+            "times fewer": cells("fewer_between_nodes", ".2f", with_exact=False),
+            "s per step": cells("step_s", ".4f"),
         }
     )
 
@@ -419,7 +405,7 @@ def page_of(findings: Findings) -> Page:
             tables.append((note, codec_columns(codecs[kind])))
     figures = {
         "settings": asdict(request.settings),
-        "rows": [asdict(row) for row in rows_of(findings)],
+        "rows": rows_of(findings),
         "runs": [asdict(run) for run in findings.runs.values()],
         "codecs": codecs,
     }

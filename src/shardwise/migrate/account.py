@@ -17,7 +17,8 @@ from ..base.documents import Tree, json_tree, read_text, yaml_tree
 from ..base.errors import ConfigurationError, did_you_mean, nearest, printable
 
 Fate = Literal["used", "ignored", "refused"]
-T, D = TypeVar("T"), TypeVar("D")
+T = TypeVar("T")
+D = TypeVar("D")
 
 AUTO = "auto"
 # Beginnings of keys that stand for comments where a format has none; no library has such a key.

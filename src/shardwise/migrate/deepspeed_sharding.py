@@ -85,11 +85,10 @@ def read_sharding(top: Block) -> Sharding:
     _read_param_offload(zero, sharding)
     _read_quantised(zero, sharding)
     for key in (f"stage3_{GATHERS}", GATHERS, "stage3_gather_fp16_weights_on_model_save"):
-        if zero.auto(key, EXPORT) or zero.flag(key):
-            sharding.settings["export"] = True
-            zero.used(key, EXPORT)
-        else:
-            zero.ignored(key, "sw.full_state_dict and shardwise export gather whole weights when they are called")
+        is_exported = zero.auto(key, EXPORT) or zero.flag(key)
+        sharding.settings |= {"export": True} if is_exported else {}
+        later = "sw.full_state_dict and shardwise export gather whole weights when they are called"
+        zero.used_if(is_exported, key, EXPORT, later)
     sharding.report_stage()
     return sharding
 
@@ -240,13 +239,14 @@ def read_precision(top: Block, sharding: Sharding) -> dict[str, Any]:
     note = "; DeepSpeed's stage 0 steps once with zeros before the first step, which is not done here"
     note = note if sharding.stage == 0 else ""
     if computes.model == "bf16" and not computes.is_open:
-        how = "gradients are sent, stored and summed in 16 bits, which is DeepSpeed's default"
-        how = how if reduce == "bf16" else "gradients are summed in the dtype that the file names"
-        brain.used("enabled", f"precision {computes.name}, reduce_dtype {reduce}: {how}{note}")
+        how = (
+            ", in which gradients are sent, stored and summed, as DeepSpeed does by default" if reduce == "bf16" else ""
+        )
+        brain.used("enabled", f"precision {computes.name}, reduce_dtype {reduce}{how}{note}")
     elif computes.model == "fp16":
         half.used("enabled", f"precision fp16; gradients are summed in fp32, where DeepSpeed does it in fp16{note}")
-    precision = None if computes.is_open else computes.name
-    settings = {"precision": precision, "reduce_dtype": reduce, "skip_nonfinite": skips or None}
+    settings = {"reduce_dtype": reduce, "skip_nonfinite": skips or None}
+    settings = {"precision": None if computes.is_open else computes.name, **settings}
     return {name: value for name, value in settings.items() if value is not None}
 
 
@@ -258,12 +258,10 @@ def _computes(half: Block, brain: Block) -> Computes:
         half.refused("enabled", "bf16 is enabled, too, and a model computes in one of them")
     is_pure = _is_pure(brain, is_brain, brain_is_open)
     name = "pure-bf16" if is_pure else "bf16" if is_brain else "fp16" if is_half else "fp32"
-    for block, is_on, is_open in ((half, is_half, half_is_open), (brain, is_brain, brain_is_open)):
-        if is_open and (is_half or is_brain):
-            block.used("enabled", f"off: precision {name} is enabled")
-        elif not is_on and not is_open:
-            block.used("enabled", "precision fp32, unless another is enabled")
-    is_open = (half_is_open or brain_is_open) and not (is_half or is_brain)
+    is_open = (half_is_open or brain_is_open) and name == "fp32"
+    for block, is_left_open in ((half, half_is_open), (brain, brain_is_open)):
+        if not (is_open and is_left_open):
+            block.used("enabled", f"precision {name}")
     return Computes("bf16" if is_open else name, is_open)
 
 
@@ -271,18 +269,13 @@ def _is_pure(brain: Block, is_on: bool, is_open: bool) -> bool:
     """Masters, gradients and moments are in bf16: all of them, or none."""
     keys = ("bf16_master_weights_and_grads", "bf16_optimizer_states")
     flags = {key: brain.flag(key) for key in keys}
+    is_pure = is_on and all(flags.values())
     for key, is_set in flags.items():
-        if not is_set:
-            brain.ignored(key, "masters and moments are fp32")
-        elif is_open:
-            brain.refused(key, "it needs bf16; write enabled: true with it")
-        elif not is_on:
-            brain.ignored(key, "bf16 is off")
-        elif not all(flags.values()):
-            brain.refused(key, f"masters and moments have one dtype here: write {' and '.join(keys)}, or neither")
-        else:
-            brain.used(key, "precision pure-bf16: masters, gradients and moments in bf16")
-    return is_on and all(flags.values())
+        if is_set and (is_open or is_on) and not is_pure:
+            fix = f"write {' and '.join(keys)} with enabled: true, or neither"
+            brain.refused(key, f"masters and moments have one dtype here: {fix}")
+        brain.used_if(is_pure, key, "precision pure-bf16: masters, gradients and moments in bf16", "it is off")
+    return is_pure
 
 
 def _skips(brain: Block, computes: Computes, sharding: Sharding, stored: str) -> bool:
@@ -305,12 +298,10 @@ def _read_gradients(top: Block, types: Block, stored: str, computes: Computes, s
     sent = _dtype(top, key)
     is_fp32 = "fp16" in (stored, model, sent) or "fp32" in (stored or model, sent or model)
     summed = "fp32" if is_fp32 else "bf16"
-    if stored == summed:
-        note = "" if sent else ", and sent in it: communication_data_type bf16 sends them in 16 bits"
-        types.used("grad_accum_dtype", f"reduce_dtype {summed}: gradients are stored and summed in it{note}")
-    else:
-        why = f"gradients of {model} are stored in the dtype in which they are summed, {summed} here"
-        types.ignored("grad_accum_dtype", why)
+    note = "" if sent else ", and sent in it: communication_data_type bf16 sends them in 16 bits"
+    becomes = f"reduce_dtype {summed}: gradients are stored and summed in it{note}"
+    why = f"gradients of {model} are stored in the dtype in which they are summed, {summed} here"
+    types.used_if(stored == summed, "grad_accum_dtype", becomes, why)
     if sent == summed:
         top.used(key, f"reduce_dtype {summed}: gradients are sent, stored and summed in it")
     elif sent and "grads_as=" in sharding.strategy:
