@@ -13,18 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.profiler import record_function
 
-from shardwise.bench.overlap import (
-    Interval,
-    common,
-    from_trace,
-    in_words,
-    length,
-    merged,
-    overlap_in,
-    overlap_of,
-    trace,
-    without,
-)
+from shardwise.bench.overlap import Interval, from_trace, in_words, overlap_in, overlap_of, segments, trace
 
 
 def test_a_step_in_figures() -> None:
@@ -62,12 +51,14 @@ def instants(intervals: list[Interval]) -> set[int]:
 @settings(deadline=None)
 @given(lists, lists)
 def test_intervals_are_sets_of_instants(some: list[Interval], others: list[Interval]) -> None:
-    one, two = merged(some), merged(others)
-    assert instants(one) == instants(some)
-    assert length(one) == len(instants(some))
-    assert one == sorted(one)
-    assert instants(common(one, two)) == instants(some) & instants(others)
-    assert instants(without(one, two)) == instants(some) - instants(others)
+    window, one, two = set(range(5, 35)), instants(some), instants(others)
+    seen = overlap_of({"compute": some, "collectives": others}, (5, 35))
+    assert seen.busy_s.get("compute", 0) == len(one & window)
+    assert seen.busy_s.get("collectives", 0) == len(two & window)
+    assert seen.beside_compute_s.get("collectives", 0) == len(one & two & window)
+    assert seen.idle_s == len(window - one - two)
+    alone = [piece for piece, kinds in segments({"one": some, "two": others}) if kinds == {"one"}]
+    assert instants(alone) == one - two
 
 
 def event(category: str, name: str, begin: float, end: float, correlation: int = 0, thread: int = 1) -> dict[str, Any]:

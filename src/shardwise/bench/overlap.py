@@ -8,10 +8,9 @@ the CPU count as computation.
 import gzip
 import json
 import re
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -39,64 +38,42 @@ class Overlap:
     idle_s: float  # no work of any kind
 
 
-def merged(intervals: Iterable[Interval]) -> list[Interval]:
-    """The union of intervals, as disjoint intervals in order."""
-    found: list[Interval] = []
-    for begin, end in sorted(intervals):
-        if found and begin <= found[-1][1]:
-            found[-1] = (found[-1][0], max(found[-1][1], end))
-        elif begin < end:
-            found.append((begin, end))
-    return found
+def segments(by_kind: Mapping[str, Iterable[Interval]]) -> Iterator[tuple[Interval, set[str]]]:
+    """Cut time wherever an interval begins or ends, and yield each piece with the kinds of work that run in it."""
+    edges = [(begin, 1, kind) for kind, intervals in by_kind.items() for begin, _ in intervals]
+    edges += [(end, -1, kind) for kind, intervals in by_kind.items() for _, end in intervals]
+    running = Counter[str]()
+    last = float("-inf")
+    for instant, change, kind in sorted(edges):
+        if instant > last:
+            yield (last, instant), {kind for kind, times in running.items() if times}
+        last = instant
+        running[kind] += change
+    yield (last, float("inf")), set()
 
 
-def common(some: Sequence[Interval], others: Sequence[Interval]) -> list[Interval]:
-    """The intersection of two merged lists."""
-    found, place = [], 0
-    for begin, end in some:
-        while place < len(others) and others[place][1] <= begin:
-            place += 1
-        for other_begin, other_end in others[place:]:
-            if other_begin >= end:
-                break
-            found.append((max(begin, other_begin), min(end, other_end)))
-    return found
-
-
-def without(some: Sequence[Interval], others: Sequence[Interval]) -> list[Interval]:
-    """The difference of two merged lists."""
-    ends = [float("-inf"), *chain.from_iterable(others), float("inf")]
-    return common(some, list(zip(ends[::2], ends[1::2], strict=True)))
-
-
-def length(intervals: Iterable[Interval]) -> float:
-    return sum(end - begin for begin, end in intervals)
-
-
-def overlap_of(by_kind: dict[str, list[Interval]], window: Interval) -> Overlap:
+def overlap_of(by_kind: Mapping[str, Iterable[Interval]], window: Interval) -> Overlap:
     """Measure intervals (in seconds, in any order, possibly overlapping) inside a window."""
-    inside = {kind: common(merged(intervals), [window]) for kind, intervals in by_kind.items()}
-    inside = {kind: intervals for kind, intervals in inside.items() if intervals}
-    computing = inside.get(COMPUTE, [])
-    anything = merged(chain.from_iterable(inside.values()))
-    return Overlap(
-        step_s=window[1] - window[0],
-        busy_s={kind: length(intervals) for kind, intervals in inside.items()},
-        beside_compute_s={
-            kind: length(common(intervals, computing)) for kind, intervals in inside.items() if kind != COMPUTE
-        },
-        idle_s=window[1] - window[0] - length(anything),
-    )
+    busy_s, beside_s = dict.fromkeys(by_kind, 0.0), dict.fromkeys(by_kind, 0.0)
+    idle_s = 0.0
+    for (begin, end), kinds in segments(by_kind):
+        seconds = max(min(end, window[1]) - max(begin, window[0]), 0.0)
+        idle_s += 0.0 if kinds else seconds
+        for kind in kinds:
+            busy_s[kind] += seconds
+            beside_s[kind] += seconds if COMPUTE in kinds else 0.0
+    busy_s = {kind: seconds for kind, seconds in busy_s.items() if seconds}
+    beside_s = {kind: beside_s[kind] for kind in busy_s if kind != COMPUTE}
+    return Overlap(window[1] - window[0], busy_s, beside_s, idle_s)
 
 
 def from_trace(events: Sequence[Event], host_updates: str) -> Overlap:
     """The overlap in a trace. `host_updates` is the prefix of the ranges of updates on the host, or empty."""
     whole = [event for event in events if event.get("ph") == "X"]
     by_kind: dict[str, list[Interval]] = {kind: [] for kind in KINDS}
-    updates: dict[int, list[Interval]] = defaultdict(list)  # by thread
-    operations: dict[int, list[Interval]] = defaultdict(list)
+    by_thread: dict[int, dict[str, list[Interval]]] = {}  # operations and weight updates on the host
     for event in whole:
-        category, name, thread = event.get("cat"), event["name"], event["tid"]
+        category, name = event.get("cat"), event["name"]
         interval = event["ts"] * 1e-6, event["ts"] * 1e-6 + event["dur"] * 1e-6
         if category == "kernel":
             by_kind["collectives" if name.startswith(_COLLECTIVES) else COMPUTE].append(interval)
@@ -104,13 +81,12 @@ def from_trace(events: Sequence[Event], host_updates: str) -> Overlap:
             by_kind["host to device" if "HtoD" in name else "device to host"].append(interval)
         elif category == "user_annotation" and host_updates and name.startswith(host_updates):
             by_kind[HOST_UPDATE].append(interval)
-            updates[thread].append(interval)
+            by_thread.setdefault(event["tid"], {}).setdefault(HOST_UPDATE, []).append(interval)
         elif category == "cpu_op":
-            operations[thread].append(interval)
+            by_thread.setdefault(event["tid"], {}).setdefault(COMPUTE, []).append(interval)
     if not by_kind[COMPUTE]:
-        # Operations on the host, without those of weight updates.
-        for thread, intervals in operations.items():
-            by_kind[COMPUTE] += without(merged(intervals), merged(updates[thread]))
+        for work in by_thread.values():
+            by_kind[COMPUTE] += [piece for piece, kinds in segments(work) if kinds == {COMPUTE}]
     return overlap_of(by_kind, _window_of(whole))
 
 
