@@ -91,7 +91,7 @@ def test_a_prompt_is_a_message_where_there_is_a_template(
     chats = dataclasses.replace(BYTES, template=template)
 
     def generated(tokenizer: Tokenizer, *words: str) -> str:
-        found = restore.Restored(torch.nn.Linear(1, 1), tokenizer, 8)
+        found = (torch.nn.Linear(1, 1), tokenizer, 8)
         monkeypatch.setattr(restore, "restore", lambda *_: found)
         monkeypatch.setattr(sample, "sample", lambda _, __, prompt, *___, **____: f"<{prompt}>")
         monkeypatch.setattr(sys, "argv", ["shardwise", "generate", "somewhere", *words])

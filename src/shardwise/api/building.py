@@ -9,6 +9,7 @@ ranks, and no rank ever holds more than its share and one unit.
 import hashlib
 from collections.abc import Iterable
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -38,16 +39,14 @@ def build_units(
     for index, (found, unit_plan) in enumerate(zip(specs, schedule.units, strict=True)):
         states = [FlatState(flat, where, found.name, host) for flat in unit_plan.flats]
         sites = [site for param in found.params for site in param.sites]
-        originals = [modules[site.module]._parameters[site.attribute] for site in sites]
+        originals: list[Any] = [modules[site.module]._parameters[site.attribute] for site in sites]
         by_name = {site.name: original for site, original in zip(sites, originals, strict=True)}
         meta.fill(found)
         for state in states:
             with state.writing():
                 for position, spec in enumerate(state.flat.params):
                     original, site = by_name[spec.name], spec.sites[0]
-                    value = modules[site.module]._parameters[site.attribute]
-                    assert original is not None
-                    assert value is not None
+                    value: Any = modules[site.module]._parameters[site.attribute]
                     state.write(position, value)
                     state.compute_params[position].__dict__.update(original.__dict__)
                     state.user_params.append(original)

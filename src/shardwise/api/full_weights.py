@@ -23,8 +23,7 @@ from ..core.unit.state import FlatState, NotShown
 from ..core.unit.user_parameter import place_of
 from ..core.wire.collectives import broadcast_from_first, exchange
 
-# The parameters that `sw.whole` shows in the place of the user's.
-Views = Mapping[nn.Parameter, nn.Parameter]
+Views = Mapping[nn.Parameter, nn.Parameter]  # parameters that `sw.whole` shows, by those of the user
 
 
 @contextmanager

@@ -88,7 +88,7 @@ def memory(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> 
 def _count(engine: Engine, model: nn.Module, optimizer: ShardedOptimizer | None) -> Memory:
     states, device, host, schedule = engine.all_states, engine.mesh.device, engine.host, engine.schedule
     flats = [state.flat for state in states]
-    count = _Counter(device, host.arena.owns)
+    count = _counter(device.type, host.arena.owns)
     on_device = [state.gradient.grads for state in states if not state.flat.grads_on_host]
     gradients = [grads for grads in on_device if grads is not None]
     gathered, reduced = engine.gathers.memory, engine.reductions.memory
@@ -126,7 +126,7 @@ def _count(engine: Engine, model: nn.Module, optimizer: ShardedOptimizer | None)
         # Moments that an optimizer of another package keeps for masters on the host.
         offloaded = {param for state in states if state.flat.host_updates for param in state.resting_params}
         on_host = (value for param in offloaded for value in inner.state.get(param, {}).values())
-        outside_arena = _Counter(torch.device("cpu"), host.arena.owns)(on_host)
+        outside_arena = _counter("cpu", host.arena.owns)(on_host)
     return Memory(
         params=params,
         grads=grads,
@@ -148,28 +148,24 @@ def _count(engine: Engine, model: nn.Module, optimizer: ShardedOptimizer | None)
     )
 
 
-class _Counter:
-    """Counts the bytes of storages on one device, each storage once. State that is offloaded to the host or to disk is
-    not counted, also if the device is a CPU."""
+def _counter(device_type: str, is_on_host: Callable[[Tensor], bool]) -> Callable[[Iterable[Any]], int]:
+    """Make a function that counts the bytes of storages on one device, each storage once. State that is offloaded to
+    the host or to disk is not counted, also if the device is a CPU."""
+    counted: set[int] = set()
 
-    def __init__(self, device: torch.device, is_on_host: Callable[[Tensor], bool]) -> None:
-        self._device = device
-        self._is_on_host = is_on_host
-        self._seen: set[int] = set()
-
-    def __call__(self, tensors: Iterable[Any]) -> int:
+    def count(tensors: Iterable[Any]) -> int:
         num_bytes = 0
         for tensor in tensors:
             if is_traceable_wrapper_subclass(tensor):
-                num_bytes += self(getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])
-            elif tensor.device.type == self._device.type and not (
-                isinstance(tensor, OnDisk) or self._is_on_host(tensor)
-            ):
+                num_bytes += count(getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])
+            elif tensor.device.type == device_type and not isinstance(tensor, OnDisk) and not is_on_host(tensor):
                 storage = tensor.untyped_storage()
-                if storage._cdata not in self._seen:
-                    self._seen.add(storage._cdata)
+                if storage._cdata not in counted:
+                    counted.add(storage._cdata)
                     num_bytes += storage.nbytes()
         return num_bytes
+
+    return count
 
 
 def _released(tensors: list[Tensor]) -> int:

@@ -142,7 +142,6 @@ def shard(
 
 
 def _shard(world: Channel, plan: Prepared) -> list[ShardedOptimizer]:
-    """Hook the module and wrap its optimizers."""
     request, model, mesh = plan.request, plan.request.model, connect(plan.request.axes)
     row_names = tuple(dict.fromkeys(name for names in plan.row_names for name in names))
     flats = [unit.flats for unit in plan.schedule.units]

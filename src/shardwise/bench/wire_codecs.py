@@ -118,7 +118,7 @@ def measure(run: Path, num_ranks: int, step: int, gradients: Sequence[str], weig
     samples, _ = open_samples(settings, checked.tokenizer, prepared, checked.seq_length, _silent)
     global_size = checked.batching.global_size
     batch = samples.batch(checked.batching.share(samples.order(step * global_size, global_size), 0)[0])
-    model = restore(run, MOST_SPLIT).model.train()
+    model = restore(run, MOST_SPLIT)[0].train()
     device = next(model.parameters()).device
     (loss_sum(model, batch.to(device)) / max(batch.num_targets, 1)).backward()
     engine_of(model).finish_gradients()

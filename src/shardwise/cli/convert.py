@@ -96,12 +96,12 @@ def export(
     from ..checkpoint.folder import newest_in
     from ..checkpoint.writer import require_free
     from ..trainer.models.export import write_export
-    from ..trainer.models.restore import ExportOptions, content_of
+    from ..trainer.models.restore import content_of
 
     place = newest_in(path)
     require_free(out, overwrite, place)
     began = time.perf_counter()
-    with content_of(place, ExportOptions(model, dtype, merge, max_bytes)) as content:
+    with content_of(place, model, dtype, merge, max_bytes) as content:
         if content.facts.folder is not None:
             require_free(out, overwrite, content.facts.folder)
         with progress_bar(out.name, content.num_bytes) as advance:

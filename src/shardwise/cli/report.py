@@ -51,18 +51,11 @@ def generate(
     from ..trainer.models.sample import Sampling, sample
 
     try:
-        restored = restore(path, "ddp", tokenizer)
-        is_chat = bool(prompt and restored.tokenizer.template) if chat is None else chat
-        text, stop_id = restored.tokenizer.question(prompt) if is_chat else (prompt, None)
-        generated = sample(
-            restored.model,
-            restored.tokenizer,
-            text,
-            max_new_tokens,
-            Sampling(temperature, top_k, seed),
-            max_seq=restored.max_seq,
-            stop_id=stop_id,
-        )
+        model, loaded, max_seq = restore(path, "ddp", tokenizer)
+        is_chat = bool(prompt and loaded.template) if chat is None else chat
+        text, stop_id = loaded.question(prompt) if is_chat else (prompt, None)
+        sampling = Sampling(temperature, top_k, seed)
+        generated = sample(model, loaded, text, max_new_tokens, sampling, max_seq=max_seq, stop_id=stop_id)
     finally:
         leave()
     answer = generated if is_chat else prompt + generated

@@ -250,7 +250,8 @@ def _data(settings: Settings, checked: Checked, say: Say) -> tuple[Prepared, Sam
 
     all_or_none(patient, lambda: make(say) if mesh.is_first_here() else None)
     prepared = all_or_none(patient, lambda: make(_SILENT))
-    require_agreement(patient, [("the training data", prepared.digest), ("eval_file", str(prepared.eval_digest))])
+    eval_digest = prepared.eval.digest if prepared.eval else None
+    require_agreement(patient, [("the training data", prepared.train.digest), ("eval_file", str(eval_digest))])
     samples, eval_samples = all_or_none(
         patient, lambda: open_samples(settings, tokenizer, prepared, checked.seq_length, say)
     )

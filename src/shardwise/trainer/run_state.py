@@ -230,10 +230,11 @@ class Run:
 
 def data_identity(settings: Settings, prepared: Prepared, checked: Checked) -> dict[str, Any]:
     """Identify the samples and their order. A resumed run with the same identity continues in them."""
+    is_whole = settings.packing == "packed" and prepared.train.facts["is_rows"]
     return {
-        "digest": prepared.digest,
+        "digest": prepared.train.digest,
         "seq_length": checked.seq_length,
-        "packing": "packed whole" if settings.packing == "packed" and prepared.is_rows else settings.packing,
+        "packing": "packed whole" if is_whole else settings.packing,
         "seed": settings.seed,
         "eval_fraction": None if settings.eval_file else settings.eval_fraction,
     }

@@ -13,7 +13,7 @@ import pytest
 
 from shardwise.base.errors import ConfigurationError
 from shardwise.trainer.data.prepare import Prepared, prepare
-from shardwise.trainer.data.token_store import open_store
+from shardwise.trainer.data.token_store import Store
 from shardwise.trainer.data.tokenizer import BYTES, tokenizer_for
 from shardwise.trainer.settings import Settings
 from tests.trainer.data.conftest import CHATML
@@ -27,9 +27,12 @@ def prepared(tmp_path: Path, say: Callable[[str], None] = quiet, **settings: Any
     return prepare(Settings(**settings), BYTES, tmp_path / "cache", say)
 
 
-def documents(folder: Path) -> list[str]:
+def stores(tmp_path: Path) -> list[Path]:
+    return list((tmp_path / "cache").iterdir())
+
+
+def documents(store: Store) -> list[str]:
     """Each with <> around what is trained on, and | for the end."""
-    store = open_store(folder)
     found = []
     for index in range(store.num_documents):
         first, count = store.document(index)
@@ -46,10 +49,10 @@ def documents(folder: Path) -> list[str]:
 
 def test_the_embedded_text_is_the_default(tmp_path: Path) -> None:
     made = prepared(tmp_path)
-    assert open_store(made.train).num_documents > 50
-    assert open_store(made.train).num_tokens > 400_000
+    assert made.train.num_documents > 50
+    assert made.train.num_tokens > 400_000
     assert made.eval is None
-    assert not made.is_rows
+    assert not made.train.facts["is_rows"]
     assert any("statement" in text for text in documents(made.train))
 
 
@@ -57,8 +60,10 @@ def test_numbers_are_as_wide_as_the_vocabulary_needs(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("one")
     for vocab_size, num_bytes in ((2**16, 2), (2**16 + 1, 4)):
         tokenizer = replace(BYTES, vocab_size=vocab_size)
-        made = prepare(Settings(train_file=(str(tmp_path / "a.txt"),)), tokenizer, tmp_path / "cache", quiet)
-        assert (made.train / "tokens.bin").stat().st_size == 4 * num_bytes
+        cache = tmp_path / f"{num_bytes} bytes"
+        made = prepare(Settings(train_file=(str(tmp_path / "a.txt"),)), tokenizer, cache, quiet)
+        (stored,) = cache.glob("*/tokens.bin")
+        assert stored.stat().st_size == made.train.num_tokens * num_bytes
 
 
 def test_files_of_several_kinds(tmp_path: Path, write_rows: Callable[..., str]) -> None:
@@ -77,7 +82,7 @@ def test_files_of_several_kinds(tmp_path: Path, write_rows: Callable[..., str]) 
         "user:\nq\n\nassistant:\n<a|>",
         "assistant:\n<a|>\n\nuser:\nq\n\n|",
     ]
-    assert made.is_rows
+    assert made.train.facts["is_rows"]
     assert made.eval is not None
     assert documents(made.eval) == ["<one\ntwo|>"]
 
@@ -87,7 +92,7 @@ def test_a_real_tokenizer(tmp_path: Path, write_rows: Callable[..., str], bpe_fo
     texts = [f"row {number} of some text" for number in range(3000)]
     rows = write_rows(*({"text": text} for text in texts))
     made = prepare(Settings(train_file=(rows,)), tokenizer, tmp_path / "cache", quiet)
-    store = open_store(made.train)
+    store = made.train
     assert store.num_documents == 3000
     for index in (0, 1, 1500, 2999):
         first, count = store.document(index)
@@ -101,7 +106,7 @@ def test_a_dataset(tmp_path: Path) -> None:
     said: list[str] = []
     made = prepared(tmp_path, said.append, dataset=str(tmp_path / "set"))
     assert documents(made.train) == ["<one|>"]
-    assert open_store(made.train).facts["num_bad_rows"] == 1
+    assert made.train.facts["num_bad_rows"] == 1
     assert f"{tmp_path / 'set'}:2: text is empty" in said
 
 
@@ -125,7 +130,7 @@ def test_token_files_may_have_all_ids_of_the_model(tmp_path: Path) -> None:
     settings = Settings(train_file=(str(path),), token_dtype="uint32")
     said: list[str] = []
     made = prepare(settings, BYTES, tmp_path / "cache", said.append, vocab_size=128_256)
-    assert open_store(made.train).tokens(0, 3).tolist() == [128_000, 104, 256]
+    assert made.train.tokens(0, 3).tolist() == [128_000, 104, 256]
     assert said == [f"reading through train_file {path}: documents end with token 256 of tokenizer bytes"]
     # A store that was made for a larger model says nothing about a smaller one.
     with pytest.raises(ConfigurationError, match="token 0 is 128000, but the model's ids are below 300"):
@@ -134,8 +139,9 @@ def test_token_files_may_have_all_ids_of_the_model(tmp_path: Path) -> None:
 
 def test_text_is_stored_as_it_is_for_any_model(tmp_path: Path, write_rows: Callable[..., str]) -> None:
     rows = write_rows({"text": "one"})
-    first = prepared(tmp_path, train_file=(rows,))
-    assert prepare(Settings(train_file=(rows,)), BYTES, tmp_path / "cache", quiet, vocab_size=128_256) == first
+    prepared(tmp_path, train_file=(rows,))
+    prepare(Settings(train_file=(rows,)), BYTES, tmp_path / "cache", quiet, vocab_size=128_256)
+    assert len(stores(tmp_path)) == 1
 
 
 def test_copies_have_other_folders_and_the_same_digest(tmp_path: Path, write_rows: Callable[..., str]) -> None:
@@ -143,12 +149,16 @@ def test_copies_have_other_folders_and_the_same_digest(tmp_path: Path, write_row
         write_rows({"text": "one"}, {"prompt": "p", "completion": word}, name=word) for word in ("a.jsonl", "b.jsonl")
     ]
     first, other = (prepared(tmp_path, train_file=(row,), eval_file=(rows[1],)) for row in rows)
-    assert first.digest != other.digest == other.eval_digest == first.eval_digest
+    assert first.eval is not None
+    assert other.eval is not None
+    assert first.train.digest != other.train.digest == other.eval.digest == first.eval.digest
     Path(rows[0]).write_bytes(Path(rows[1]).read_bytes())
+    assert len(stores(tmp_path)) == 2
     copied = prepared(tmp_path, train_file=(rows[0],))
-    assert copied.train != other.train
-    assert (copied.digest, copied.eval_digest) == (other.digest, None)
-    assert prepare(Settings(train_file=(rows[1],)), BYTES, tmp_path / "elsewhere", quiet).digest == other.digest
+    assert len(stores(tmp_path)) == 3
+    assert (copied.train.digest, copied.eval) == (other.train.digest, None)
+    elsewhere = prepare(Settings(train_file=(rows[1],)), BYTES, tmp_path / "elsewhere", quiet)
+    assert elsewhere.train.digest == other.train.digest
 
 
 def test_the_second_time_it_is_found(tmp_path: Path, write_rows: Callable[..., str]) -> None:
@@ -156,19 +166,21 @@ def test_the_second_time_it_is_found(tmp_path: Path, write_rows: Callable[..., s
     said: list[str] = []
     first = prepared(tmp_path, said.append, train_file=(rows,))
     again: list[str] = []
-    assert prepared(tmp_path, again.append, train_file=(rows,)) == first
+    assert prepared(tmp_path, again.append, train_file=(rows,)).train.digest == first.train.digest
     assert [line.partition(":")[0] for line in said] == ["tokenised train_file " + rows, rows]
     assert again == said[1:]
     # What does not decide about the tokens does not tokenise again.
-    assert prepared(tmp_path, train_file=(rows,), seed=3, seq_length=7, packing="padded") == first
+    prepared(tmp_path, train_file=(rows,), seed=3, seq_length=7, packing="padded")
+    assert len(stores(tmp_path)) == 1
     os.utime(rows, ns=(1, 1))
-    assert prepared(tmp_path, train_file=(rows,)).train != first.train
+    prepared(tmp_path, train_file=(rows,))
+    assert len(stores(tmp_path)) == 2
 
 
 def test_a_limit_set_later_is_kept(tmp_path: Path, write_rows: Callable[..., str]) -> None:
     rows = write_rows({"text": "one"}, "{", "[")
     made = prepared(tmp_path, train_file=(rows,), max_bad_rows=2)
-    assert open_store(made.train).facts["num_bad_rows"] == 2
+    assert made.train.facts["num_bad_rows"] == 2
     with pytest.raises(
         ConfigurationError, match=r"more than 1 rows cannot be read \(max_bad_rows\), the first .*:2: not J"
     ):
@@ -179,7 +191,7 @@ def test_ten_bad_rows_are_named_and_the_rest_counted(tmp_path: Path, write_rows:
     rows = write_rows(*["{"] * 25, {"text": "good"})
     said: list[str] = []
     made = prepared(tmp_path, said.append, train_file=(rows,))
-    assert open_store(made.train).facts["num_bad_rows"] == 25
+    assert made.train.facts["num_bad_rows"] == 25
     assert [line.partition(": ")[0] for line in said[1:11]] == [f"{rows}:{number}" for number in range(1, 11)]
     assert said[11:] == ["and 15 more bad rows"]
 
@@ -206,8 +218,8 @@ def test_two_at_once_end_well(tmp_path: Path, write_rows: Callable[..., str]) ->
     for thread in threads:
         thread.join()
     assert len(found) == 4
-    assert len(set(found)) == 1
-    assert list((tmp_path / "cache").iterdir()) == [found[0].train]
+    assert len({each.train.digest for each in found}) == 1
+    assert len(stores(tmp_path)) == 1
 
 
 def test_memory_does_not_grow_with_the_file(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from shardwise.base.errors import ConfigurationError
 from shardwise.trainer.data.prepare import Prepared, prepare
 from shardwise.trainer.data.samples import Batch, Samples, open_samples, unigram_entropy
-from shardwise.trainer.data.token_store import Writer
+from shardwise.trainer.data.token_store import Writer, open_store
 from shardwise.trainer.data.tokenizer import BYTES
 from shardwise.trainer.settings import Settings
 
@@ -28,7 +28,7 @@ def stored(folder: Path, documents: list[list[int]]) -> Prepared:
             writer.add(document, True)
             writer.end_document()
         writer.finish(FACTS)
-        return Prepared(folder, None, False, "", None)
+    return Prepared(open_store(folder), None)
 
 
 def opened(prepared: Prepared, seq_length: int, **chosen: Any) -> tuple[Samples, Samples | None]:
@@ -251,7 +251,7 @@ def rows_stored(folder: Path, rows: list[tuple[str, str]]) -> Prepared:
             writer.add(list(completion.encode()), True)
             writer.end_document()
         writer.finish({**FACTS, "is_rows": True})
-        return Prepared(folder, None, True, "", None)
+    return Prepared(open_store(folder), None)
 
 
 def test_an_answer_is_never_without_its_question(tmp_path: Path) -> None:

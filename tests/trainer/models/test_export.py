@@ -18,7 +18,7 @@ from shardwise.trainer.models.export import export as of_run
 from shardwise.trainer.models.export import write_export
 from shardwise.trainer.models.headloss import loss_sum
 from shardwise.trainer.models.lora import adapters_for
-from shardwise.trainer.models.restore import ExportOptions, content_of
+from shardwise.trainer.models.restore import content_of
 from shardwise.trainer.settings import Lora, Settings
 from tests.checkpoint.by_hand import save_by_hand
 from tests.harness import Pool
@@ -26,7 +26,7 @@ from tests.trainer.models.architectures import batch, saved
 
 
 def export(path: Path, out: Path, **wish: Any) -> None:
-    with content_of(path, ExportOptions(**wish)) as content:
+    with content_of(path, **wish) as content:
         write_export(content, out)
 
 

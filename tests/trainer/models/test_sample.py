@@ -106,9 +106,9 @@ def said(model: Any, max_seq: int) -> str:
 
 
 def restored(path: Path) -> str:
-    found = restore(path, "ddp")
-    assert found.tokenizer.name == "bytes"
-    return said(found.model, found.max_seq)
+    model, tokenizer, max_seq = restore(path, "ddp")
+    assert tokenizer.name == "bytes"
+    return said(model, max_seq)
 
 
 def all_ways(cases: list[tuple[Settings, Path]]) -> list[list[str]]:

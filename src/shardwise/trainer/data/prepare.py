@@ -13,6 +13,7 @@ import json
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -31,21 +32,16 @@ _SECONDS_BETWEEN_LINES = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    train: Path  # the folder of the store
-    eval: Path | None  # None: no eval_file
-    is_rows: bool  # some documents are prompts with completions, or chats
-    digest: str  # of the content of the training data
-    eval_digest: str | None  # of the content of eval_file
+    train: Store
+    eval: Store | None  # None: no eval_file
 
 
 @dataclass(frozen=True, slots=True)
 class _Input:
-    """The source of one store."""
-
     what: str  # for messages
     identity: list[Any]
     token_files: tuple[Path, ...]  # used in place; if empty:
-    documents: Callable[[], Iterable[Document]] = lambda: ()
+    documents: Iterable[Document]  # read when they are tokenised
 
 
 def prepare(
@@ -58,11 +54,8 @@ def prepare(
     train = _train_input(settings)
     evaluated = _file_input("eval_file", settings.eval_file, settings) if settings.eval_file else None
     limit = tokenizer.vocab_size if vocab_size is None else vocab_size
-    train_folder, store = _prepare(train, settings, tokenizer, limit, folder, say)
-    if evaluated is None:
-        return Prepared(train_folder, None, store.facts["is_rows"], store.digest, None)
-    eval_folder, eval_store = _prepare(evaluated, settings, tokenizer, limit, folder, say)
-    return Prepared(train_folder, eval_folder, store.facts["is_rows"], store.digest, eval_store.digest)
+    store = _prepare(train, settings, tokenizer, limit, folder, say)
+    return Prepared(store, _prepare(evaluated, settings, tokenizer, limit, folder, say) if evaluated else None)
 
 
 def _train_input(settings: Settings) -> _Input:
@@ -72,12 +65,12 @@ def _train_input(settings: Settings) -> _Input:
         below = [Path(entry["filename"]) for entry in dataset.cache_files]
         identity = [settings.dataset, settings.dataset_split, len(dataset), *map(_identity, below)]
         name = settings.dataset
-        return _Input(f"dataset {name}", identity, (), lambda: read_dataset(dataset, name))
+        return _Input(f"dataset {name}", identity, (), read_dataset(dataset, name))
     if settings.train_file:
         return _file_input("train_file", settings.train_file, settings)
     topics = manual()
     name = "the embedded text"
-    return _Input(name, [topics], (), lambda: (Document(name, ((topic, True),)) for topic in topics))
+    return _Input(name, [topics], (), [Document(name, ((topic, True),)) for topic in topics])
 
 
 def _file_input(setting: str, names: Sequence[str], settings: Settings) -> _Input:
@@ -98,7 +91,7 @@ def _file_input(setting: str, names: Sequence[str], settings: Settings) -> _Inpu
     if token_files not in ((), paths):
         raise ConfigurationError(f"{what}: token files cannot be mixed with text or rows")
     identity = [settings.token_dtype if token_files else None, *map(_identity, paths)]
-    return _Input(what, identity, token_files, lambda: (row for path in paths for row in read(path)))
+    return _Input(what, identity, token_files, chain.from_iterable(map(read, paths)))
 
 
 def _identity(path: Path) -> list[Any]:
@@ -108,8 +101,8 @@ def _identity(path: Path) -> list[Any]:
 
 def _prepare(
     given: _Input, settings: Settings, tokenizer: Tokenizer, limit: int, folder: Path, say: Callable[[str], None]
-) -> tuple[Path, Store]:
-    """Write the store of an input, unless it exists. Return its folder and the open store."""
+) -> Store:
+    """Write the store of an input, unless it exists, and open it."""
     # A store of token files also proves that their ids are below the limit.
     largest = limit if given.token_files else tokenizer.vocab_size
     decides = [_FORMAT, given.identity, tokenizer.fingerprint(), largest, tokenizer.end_id]
@@ -130,7 +123,7 @@ def _prepare(
     store = open_store(target)
     # Also if an earlier run wrote the store: the same rows are missing.
     _say_bad(given, store.facts["bad_rows"], store.facts["num_bad_rows"], settings.max_bad_rows, say)
-    return target, store
+    return store
 
 
 def _write(
@@ -148,7 +141,7 @@ def _write(
     # The width depends on the tokenizer, not on the model, so that the digest does not depend on the model.
     dtype = "uint16" if tokenizer.vocab_size <= 2**16 else "uint32"
     with Writer(folder, dtype, tokenizer.end_id) as writer:
-        for document, segments in _tokenised(given.documents(), tokenizer):
+        for document, segments in _tokenised(given.documents, tokenizer):
             if document.problem:
                 num_bad += 1
                 if num_bad <= _NUM_NAMED:

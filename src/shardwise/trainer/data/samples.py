@@ -7,7 +7,6 @@ Everything is a function of settings and indices, so any number of ranks agree w
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -16,7 +15,7 @@ from ...base.errors import ConfigurationError
 from ..settings import Settings
 from . import order
 from .prepare import Prepared
-from .token_store import open_store
+from .token_store import Store
 from .tokenizer import Tokenizer
 from .windows import NOT_TRAINED, Windows, make_windows
 
@@ -92,14 +91,16 @@ def open_samples(
     say: Callable[[str], None] = lambda _: None,
 ) -> tuple[Samples, Samples | None]:
     """Open the samples for training and for evaluation: eval_file, else eval_fraction of all samples, else None."""
-    is_isolated = prepared.is_rows if settings.isolate_documents is None else settings.isolate_documents
+    is_isolated = settings.isolate_documents
+    if is_isolated is None:
+        is_isolated = prepared.train.facts["is_rows"]
     is_isolated = is_isolated and settings.packing == "packed"
 
-    def opened(folder: Path, what: str) -> Windows:
-        windows = make_windows(open_store(folder), seq_length, settings.packing, is_isolated, tokenizer.end_id)
+    def opened(store: Store, what: str) -> Windows:
+        windows = make_windows(store, seq_length, settings.packing, is_isolated, tokenizer.end_id)
         if windows.num_cut:
             say(
-                f"{what}: {windows.num_cut:,} of {windows.store.num_documents:,} documents are longer than seq_length "
+                f"{what}: {windows.num_cut:,} of {store.num_documents:,} documents are longer than seq_length "
                 f"{seq_length} and are cut; the rest is not used"
             )
         return windows

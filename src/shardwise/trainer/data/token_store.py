@@ -201,7 +201,8 @@ def _write_description(
 
 @dataclass(frozen=True, slots=True)
 class Store:
-    """An open store. `facts`: the entries of store.json that have no field here."""
+    """An open store. `facts`: the entries of store.json that have no field here; `is_rows` among them is True if some
+    documents are prompts with completions, or chats."""
 
     num_tokens: int
     num_documents: int

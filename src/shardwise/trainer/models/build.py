@@ -36,7 +36,6 @@ class Built:
     attention_width: int
 
     def flops_per_token(self, seq: int) -> float:
-        """Return the FLOP of forward and backward per token."""
         return flops_per_token(self.num_multiplying, self.layers, self.attention_width, seq)
 
 

@@ -33,7 +33,7 @@ from ..settings import Settings
 from .build import Built
 from .facts import TOKENIZER_KEY, ModelFacts, tokenizer_files
 from .llama import LEAVES, llama_config
-from .lora import ADAPTER, adapter_form, base_name, is_adapter, merged
+from .lora import ADAPTER, adapter_file_name, base_name, is_adapter, merged
 from .weights import stored_form
 
 BASE = "base"  # the folder of randomly initialised weights, next to the adapters that were trained on them
@@ -133,7 +133,9 @@ def write_export(content: Content, folder: Path, on_bytes: OnBytes = lambda num_
             _write_config(inner, facts, place, stored)
             _write_tokenizer(facts, place)
         if adapters:
-            write_sources(into / "adapter_model.safetensors", adapter_form(model, adapters), on_bytes)
+            is_in_tree = facts.kind == "in-tree"
+            named = [dataclasses.replace(s, name=adapter_file_name(s.name, is_in_tree)) for s in adapters]
+            write_sources(into / "adapter_model.safetensors", named, on_bytes)
             _write_adapter_config(model, into, str(folder.resolve() / BASE) if base else None)
             _write_tokenizer(facts, into)
             # A model has this key in its config.json; peft refuses unknown keys in that of an adapter.

@@ -6,7 +6,8 @@ are frozen. `merged` adds adapters to the base weights, one weight at a time, in
 """
 
 import hashlib
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -14,10 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...base.errors import CheckpointError, ConfigurationError, did_you_mean, import_library
+from ...base.errors import ConfigurationError, did_you_mean, import_library
 from ...checkpoint.tensor_files import Source
 from ...checkpoint.writer import converted
-from ..model import Transformer
 from ..settings import Lora
 from .llama import llama_name
 
@@ -26,7 +26,6 @@ IN_TREE_TARGETS = ("query", "value")  # the same projections as peft's default f
 
 
 def adapters_for(lora: Lora, is_in_tree: bool) -> Any:
-    """Return the peft configuration for these settings."""
     peft = import_library("peft", "lora")
     return peft.LoraConfig(
         r=lora.r,
@@ -79,17 +78,10 @@ def base_name(name: str) -> str:
     return name.removeprefix("base_model.model.").replace(".base_layer.", ".")
 
 
-def adapter_form(model: Any, adapters: Sequence[Source]) -> list[Source]:
-    """Return the adapters under the names that peft expects in files."""
-    from peft import get_peft_model_state_dict
-
-    stand_ins = {source.name: torch.empty(0, device="meta") for source in adapters}
-    renamed = get_peft_model_state_dict(model, state_dict=stand_ins, adapter_name=ADAPTER, save_embedding_layers=False)
-    sources = {id(stand_ins[source.name]): source for source in adapters}
-    if {id(tensor) for tensor in renamed.values()} != set(sources):
-        raise CheckpointError("peft stores these adapters in another form than the model has: merge them")
-    file_name = llama_name if isinstance(model.get_base_model(), Transformer) else str
-    return [replace(sources[id(tensor)], name=file_name(name)) for name, tensor in renamed.items()]
+def adapter_file_name(name: str, is_in_tree: bool) -> str:
+    """Return the name that peft expects in files: without the adapter's, and with Llama's for an in-tree model."""
+    name = re.sub(rf"\.{ADAPTER}(?=\.|$)", "", name)
+    return llama_name(name) if is_in_tree else name
 
 
 def merged(model: Any, sources: Iterable[Source]) -> list[Source]:

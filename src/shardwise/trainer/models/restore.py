@@ -12,7 +12,6 @@ import dataclasses
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -39,23 +38,18 @@ from ..settings import Settings, settings_from_json
 from .build import Built, build
 from .export import BASE, Content
 from .facts import check, find_model, tokenizer_in
-from .llama import llama_name
-from .lora import ADAPTER, is_adapter
+from .lora import adapter_file_name, is_adapter
 from .weights import COMPUTED, LazyWeights, names_of, stored_tensors
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _HOST = torch.device("cpu")
 
 
-@dataclass(frozen=True, slots=True)
-class Restored:
-    model: nn.Module
-    tokenizer: Tokenizer
-    max_seq: int
+def restore(path: Path, strategy: Strategy, tokenizer: str | None = None) -> tuple[nn.Module, Tokenizer, int]:
+    """Load a model. Return it, its tokenizer and its maximum sequence length.
 
-
-def restore(path: Path, strategy: Strategy, tokenizer: str | None = None) -> Restored:
-    """Load a model. The strategy does not matter on a single rank. `tokenizer` replaces that of the model."""
+    The strategy does not matter on a single rank. `tokenizer` replaces that of the model.
+    """
     place = find_restorable(path)
     init()
     is_checkpoint = find(place) is not None
@@ -86,7 +80,7 @@ def restore(path: Path, strategy: Strategy, tokenizer: str | None = None) -> Res
         built.model.requires_grad_(False)
         shard(built.model, None, strategy, precision=precision, seed=0)
         load_full_state_dict(built.model, weights)
-    return Restored(built.model, loaded, built.facts.max_seq)
+    return built.model, loaded, built.facts.max_seq
 
 
 def find_restorable(path: Path) -> Path:
@@ -137,11 +131,9 @@ def _adapter_config(place: Path, base: str | None = None) -> tuple[str, str | No
 
 
 def _weights_with_adapter(built: Built, place: Path) -> LazyWeights:
-    """Return the weights of the base model and of the adapter."""
     stored = stored_tensors([place / ADAPTER_WEIGHTS])
-    # Parameter names in a model contain the adapter's name; names in files do not.
-    file_name = llama_name if built.facts.kind == "in-tree" else str
-    names = {file_name(name.replace(f".{ADAPTER}", "")): name for name in built.model.state_dict() if is_adapter(name)}
+    is_in_tree = built.facts.kind == "in-tree"
+    names = {adapter_file_name(name, is_in_tree): name for name in built.model.state_dict() if is_adapter(name)}
     wrong = sorted(set(names) ^ set(stored))
     if wrong:
         raise ConfigurationError(f"{place / ADAPTER_WEIGHTS} does not fit its {ADAPTER_CONFIG}: first {wrong[0]!r}")
@@ -153,53 +145,48 @@ def _weights_with_adapter(built: Built, place: Path) -> LazyWeights:
 # The content of an export
 
 
-@dataclass(frozen=True, slots=True)
-class ExportOptions:
-    """Options of an export.
+@contextmanager
+def content_of(
+    path: Path,
+    model: str | None = None,
+    dtype: str = "auto",
+    is_merged: bool = False,
+    max_bytes: int = MAX_FILE_BYTES,
+) -> Iterator[Content]:
+    """Open a checkpoint, model or adapter for an export, and check that it fits its model and is complete.
 
     `model` replaces the model of the run, if there is one. `dtype` is the name of one, `keep` (the checkpoint's dtype)
     or `auto` (the dtype of the original model, as in the export at the end of a run).
     """
-
-    model: str | None = None
-    dtype: str = "auto"
-    is_merged: bool = False
-    max_bytes: int = MAX_FILE_BYTES
-
-
-@contextmanager
-def content_of(path: Path, options: ExportOptions) -> Iterator[Content]:
-    """Open a checkpoint, model or adapter, and check that it fits its model and is complete."""
     place = newest_in(path)
     about: dict[str, Any] = {"from": str(place.resolve())}
     is_adapted = (place / ADAPTER_CONFIG).is_file()
     with ExitStack() as stack:
         if is_adapted:
-            if not options.is_merged:
+            if not is_merged:
                 raise ConfigurationError(f"{place} is a PEFT adapter already: to write a whole model, add --merge")
-            built = _build_from_folder(*_adapter_config(place, options.model))
-            sources = _weight_sources(built.model, _weights_with_adapter(built, place), options.dtype)
+            built = _build_from_folder(*_adapter_config(place, model))
+            sources = _weight_sources(built.model, _weights_with_adapter(built, place), dtype)
         elif is_model(place):
-            if options.model is not None:
+            if model is not None:
                 raise ConfigurationError(f"{place} is a model of its own: leave --model out")
             built = _build_from_folder(str(place))
-            sources = _weight_sources(built.model, built.weights, options.dtype)
+            sources = _weight_sources(built.model, built.weights, dtype)
         else:
             opened = open_checkpoint(place)
-            built, is_adapted = _model_of(place, opened.index.extra, options)
+            built, is_adapted = _model_of(place, opened.index.extra, model)
             about |= {key: opened.index.extra[key] for key in ("step",) if key in opened.index.extra}
             reader = stack.enter_context(opened.reader())
-            sources = _stored_sources(built, opened.index.tensors, reader, options.dtype, place)
-        is_merged = options.is_merged
+            sources = _stored_sources(built, opened.index.tensors, reader, dtype, place)
         if is_merged and not is_adapted:
             raise ConfigurationError("--merge: there are no adapters to merge")
         if is_adapted and not is_merged and built.facts.has_weights:
             sources = [source for source in sources if is_adapter(source.name)]  # the base model has its own folder
         names = names_of(built.model)
-        yield Content(built.model, built.facts, sources, names, is_adapted, is_merged, options.max_bytes, about)
+        yield Content(built.model, built.facts, sources, names, is_adapted, is_merged, max_bytes, about)
 
 
-def _model_of(place: Path, extra: Mapping[str, Any], options: ExportOptions) -> tuple[Built, bool]:
+def _model_of(place: Path, extra: Mapping[str, Any], model: str | None) -> tuple[Built, bool]:
     """Return the model of a checkpoint, and whether it has adapters."""
     why = "it is not in a run folder, and was not saved by a run"
     try:
@@ -207,14 +194,14 @@ def _model_of(place: Path, extra: Mapping[str, Any], options: ExportOptions) -> 
     except ConfigurationError as error:
         settings, why = None, str(error)
     if settings is None:
-        if options.model is None:
+        if model is None:
             raise ConfigurationError(
                 f"{place}: its model is unknown ({why}): name a Hugging Face folder with its config and "
                 "tokenizer, --model FOLDER"
             )
-        return _build_from_folder(options.model), False
-    if options.model is not None:
-        settings = dataclasses.replace(settings, model=options.model, shape={})
+        return _build_from_folder(model), False
+    if model is not None:
+        settings = dataclasses.replace(settings, model=model, shape={})
     try:
         facts = check(settings)
     except ConfigurationError as error:
