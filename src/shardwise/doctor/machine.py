@@ -19,24 +19,17 @@ import torch.distributed as dist
 
 from ..base.processes import cpu_limit, memory_limit
 from ..core.native.library import COMPILERS, cache_folder
-from . import Finding, judged, size
+from . import Finding, Grade, judged, size
 
 DEVICES, LIMITS, NETWORK = "devices", "limits", "network"
-DRIVER = Path("/proc/driver/nvidia/version")
-CROWDED = 0.1  # fraction of the memory that other processes hold
-TOOL_S = 5.0
-SHM = Path("/dev/shm")
 INFINIBAND = Path("/sys/class/infiniband")
-FEW_FILES = 4096
-SMALL_SHM = 1 << 30
-LOOKUP_S = 2.0
 # NCCL's order of interfaces, by the beginning of their names; any other interface has place 1.
 NCCL_PLACES = {"ib": 0, "docker": 2, "virbr": 3, "lo": 4}
 NO_SHM = 64 << 20  # Docker's default, less than NCCL and data loaders take
 
 
 def look(variables: Mapping[str, str]) -> Iterator[Finding]:
-    num_gpus, driver = torch.cuda.device_count(), driver_version(DRIVER)
+    num_gpus, driver = torch.cuda.device_count(), driver_version(Path("/proc/driver/nvidia/version"))
     if not torch.cuda.is_available():
         yield _without_gpus(driver)
     else:
@@ -45,7 +38,7 @@ def look(variables: Mapping[str, str]) -> Iterator[Finding]:
         yield from map(_gpu, range(num_gpus))
         if num_gpus > 1:
             yield _peers(num_gpus)
-    yield from (_memory(), _cores(), _host_updates(cache_folder()), _pinned(), _shm(num_gpus), _files())
+    yield from _look_at_limits(num_gpus)
     yield from _look_at_network(variables, num_gpus)
 
 
@@ -79,9 +72,8 @@ def _gpu(index: int) -> Finding:
         return Finding(DEVICES, name, about.name, meaning, "broken", "nvidia-smi shows who holds it")
     value = f"{about.name}, {size(total)}, {size(free)} free, compute capability {about.major}.{about.minor}"
     bf16 = "bf16 runs at full speed" if about.major >= 8 else "no fast bf16 before 8.0: use --precision fp16"
-    is_crowded = free < (1 - CROWDED) * total
-    fix = "nvidia-smi shows who holds the rest; a plan for this device counts on all of it" if is_crowded else ""
-    return judged(DEVICES, name, value, bf16, fix)
+    fix = "nvidia-smi shows who holds the rest; a plan for this device counts on all of it"
+    return judged(DEVICES, name, value, bf16, fix if free < 0.9 * total else "")
 
 
 def _peers(num_gpus: int) -> Finding:
@@ -98,31 +90,55 @@ def _links() -> str:
     """NVLinks by nvidia-smi's matrix: NV18 is 18 links."""
     try:
         command = ["nvidia-smi", "topo", "-m"]
-        matrix = subprocess.run(command, capture_output=True, text=True, timeout=TOOL_S, check=False).stdout
+        matrix = subprocess.run(command, capture_output=True, text=True, timeout=5.0, check=False).stdout
     except (OSError, subprocess.TimeoutExpired):
         return "links unknown: no nvidia-smi"
     found = sorted(set(re.findall(r"\bNV\d+\b", matrix)), key=lambda word: int(word[2:]))
     return f"NVLink ({', '.join(found)})" if found else "no NVLink"
 
 
-def _memory() -> Finding:
-    seen = psutil.virtual_memory()
-    limit = memory_limit(seen.total)
-    value = f"{size(seen.total)}, {size(seen.available)} available" + (f", limited to {size(limit)}" if limit else "")
+def _look_at_limits(num_gpus: int) -> Iterator[Finding]:
+    memory, cores, cpu = psutil.virtual_memory(), len(os.sched_getaffinity(0)), cpu_limit()
+    limit = memory_limit(memory.total)
+    value = f"{size(memory.total)}, {size(memory.available)} available"
     meaning = "weights are read and checkpoints gathered through it; beyond the limit the kernel kills a rank (SIGKILL)"
-    is_low = min(seen.available, limit or seen.available) < 2 << 30
+    is_low = min(memory.available, limit or memory.available) < 2 << 30
     fix = "end what else runs, or raise the container's limit" if is_low else ""
-    return judged(LIMITS, "memory", value, meaning, fix)
+    yield judged(LIMITS, "memory", value + (f", limited to {size(limit)}" if limit else ""), meaning, fix)
 
-
-def _cores() -> Finding:
-    usable = len(os.sched_getaffinity(0))
-    limit = cpu_limit()
-    value = f"{usable} of {os.cpu_count()}" + (f", limited to the time of {limit:g}" if limit else "")
+    value = f"{cores} of {os.cpu_count()}" + (f", limited to the time of {cpu:g}" if cpu else "")
     meaning = "ranks share them: OMP_NUM_THREADS, also for updates on the host, is cores / ranks unless you set it"
-    is_limited = limit is not None and limit < usable
-    fix = f"set OMP_NUM_THREADS to {max(1, int(limit or 0))} / ranks: more threads than time make each other wait"
-    return judged(LIMITS, "cores", value, meaning, fix if is_limited else "")
+    fix = f"set OMP_NUM_THREADS to {max(1, int(cpu or 0))} / ranks: more threads than time make each other wait"
+    yield judged(LIMITS, "cores", value, meaning, fix if cpu is not None and cpu < cores else "")
+
+    yield _host_updates(cache_folder())
+
+    locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    value = "unlimited" if locked == resource.RLIM_INFINITY else size(locked)
+    meaning = (
+        "memory that one may lock (ulimit -l); InfiniBand registers its buffers that way. Offloaded state is "
+        "pinned by CUDA, which rarely needs it; a run reports if that failed"
+    )
+    fix = "this machine has InfiniBand: ulimit -l unlimited (Docker: --ulimit memlock=-1)"
+    is_short = locked != resource.RLIM_INFINITY and bool(adapters())
+    yield judged(LIMITS, "locked memory", value, meaning, fix if is_short else "")
+
+    shm = Path("/dev/shm")
+    if shm.is_dir():
+        room = shutil.disk_usage(shm)
+        meaning = "NCCL passes data between the GPUs of a machine in it, where they have no direct way"
+        fix = "Docker: --shm-size=8g, or --ipc=host; Kubernetes: an emptyDir with medium Memory on /dev/shm"
+        grade: Grade = "broken" if num_gpus > 1 and room.free < NO_SHM else "worse"
+        value = f"{size(room.total)}, {size(room.free)} free"
+        yield judged(LIMITS, str(shm), value, meaning, fix if room.free < 1 << 30 else "", grade)
+    else:
+        meaning = "ranks of a machine share memory in it"
+        yield Finding(LIMITS, str(shm), "missing", meaning, "broken", "mount a tmpfs there")
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    meaning = "of a process; a rank keeps sockets to its partners and maps of weights and data open"
+    fix = f"ulimit -n {min(hard, 65536)}" if soft < 4096 else ""
+    yield judged(LIMITS, "open files", f"{soft} (at most {hard})", meaning, fix)
 
 
 def _host_updates(folder: Path) -> Finding:
@@ -136,38 +152,6 @@ def _host_updates(folder: Path) -> Finding:
     return Finding(LIMITS, "host updates", f"in C ({compiler}), {when}", meaning)
 
 
-def _pinned() -> Finding:
-    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    value = "unlimited" if soft == resource.RLIM_INFINITY else size(soft)
-    meaning = (
-        "memory that one may lock (ulimit -l); InfiniBand registers its buffers that way. Offloaded state is "
-        "pinned by CUDA, which rarely needs it; a run reports if that failed"
-    )
-    fix = "this machine has InfiniBand: ulimit -l unlimited (Docker: --ulimit memlock=-1)"
-    is_short = soft != resource.RLIM_INFINITY and bool(adapters())
-    return judged(LIMITS, "locked memory", value, meaning, fix if is_short else "")
-
-
-def _shm(num_gpus: int) -> Finding:
-    if not SHM.is_dir():
-        fix = "mount a tmpfs there"
-        return Finding(LIMITS, str(SHM), "missing", "ranks of a machine share memory in it", "broken", fix)
-    seen = shutil.disk_usage(SHM)
-    value = f"{size(seen.total)}, {size(seen.free)} free"
-    meaning = "NCCL passes data between the GPUs of a machine in it, where they have no direct way"
-    fix = "Docker: --shm-size=8g, or --ipc=host; Kubernetes: an emptyDir with medium Memory on /dev/shm"
-    is_broken = num_gpus > 1 and seen.free < NO_SHM
-    is_small = seen.free < SMALL_SHM
-    return judged(LIMITS, str(SHM), value, meaning, fix if is_small else "", "broken" if is_broken else "worse")
-
-
-def _files() -> Finding:
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    meaning = "of a process; a rank keeps sockets to its partners and maps of weights and data open"
-    fix = f"ulimit -n {min(hard, 65536)}" if soft < FEW_FILES else ""
-    return judged(LIMITS, "open files", f"{soft} (at most {hard})", meaning, fix)
-
-
 @dataclass(frozen=True, slots=True)
 class Interface:
     name: str
@@ -176,10 +160,10 @@ class Interface:
 
 
 def _look_at_network(variables: Mapping[str, str], num_gpus: int) -> Iterator[Finding]:
-    has_gloo, has_nccl = (dist.is_available() and has() for has in (dist.is_gloo_available, dist.is_nccl_available))
-    backends = [("gloo", "CPU", "available" if has_gloo else None)]
+    backends = [("gloo", "CPU", dist.is_available() and dist.is_gloo_available() and "available")]
     if num_gpus:
-        backends.append(("NCCL", "GPU", ".".join(map(str, torch.cuda.nccl.version())) if has_nccl else None))
+        has_nccl = dist.is_available() and dist.is_nccl_available()
+        backends.append(("NCCL", "GPU", has_nccl and ".".join(map(str, torch.cuda.nccl.version()))))
     for name, kind, version in backends:
         meaning = f"collectives of {kind} ranks" if version else f"{kind} ranks cannot communicate"
         fix = "" if version else f"install a torch with {name}"
@@ -225,7 +209,7 @@ def lookup(host: str) -> str | None:
 
     thread = threading.Thread(target=ask, daemon=True)
     thread.start()
-    thread.join(LOOKUP_S)
+    thread.join(2.0)
     return answers[0] if answers else None
 
 
@@ -237,8 +221,7 @@ def gloo_takes(found: Sequence[Interface], address: str | None) -> str | None:
 
 def nccl_takes(found: Sequence[Interface]) -> str | None:
     def place(interface: Interface) -> int:
-        places = [place for prefix, place in NCCL_PLACES.items() if interface.name.startswith(prefix)]
-        return places[0] if places else 1
+        return next((place for prefix, place in NCCL_PLACES.items() if interface.name.startswith(prefix)), 1)
 
     return min(found, key=place).name if found else None
 

@@ -8,6 +8,7 @@ bandwidth of nccl-tests: the bytes of the whole times (N - 1) / N, twice that fo
 import json
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -27,13 +28,7 @@ from ..planner.hardware.cluster import CPU_RANKS, MATRIX, Measured
 from ..trainer.loopback import interfaces
 from .disk import existing, speeds
 
-MODULE = "shardwise.doctor.measure"  # run by name: __name__ is __main__ in a rank
 BUDGET_S = 0.4
-CONTEXT_BYTES = 1 << 29  # where it cannot be separated from other processes' memory
-MOST_CONTEXT_BYTES = 2 << 30
-MODEL_NAME = Path("/proc/cpuinfo")
-WHOLE_BYTES = {"nccl": 1 << 30, "gloo": 1 << 25}
-NUM_SMALL = 50
 LIMIT_S = 60.0
 
 
@@ -119,20 +114,17 @@ def _updates() -> float:
 
 
 def _context_bytes(device: torch.device) -> int:
-    """Device memory outside torch's allocator. Other processes' memory in it is recognised by its size."""
+    """Device memory outside torch's allocator; 512 MiB if its size shows that other processes' memory is in it."""
     torch.cuda.synchronize(device)
     free, total = torch.cuda.mem_get_info(device)
     taken = total - free - torch.cuda.memory_reserved(device)
-    return taken if 0 < taken <= MOST_CONTEXT_BYTES else CONTEXT_BYTES
+    return taken if 0 < taken <= 2 << 30 else 1 << 29
 
 
 def _processor() -> str:
-    try:
-        lines = MODEL_NAME.read_text().splitlines()
-    except OSError:
-        lines = []
-    found = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
-    return f"cpu ({found or platform.machine()})"
+    info = Path("/proc/cpuinfo")
+    found = re.search(r"^model name\s*: *(.+)", info.read_text() if info.is_file() else "", re.MULTILINE)
+    return f"cpu ({found[1].strip() if found else platform.machine()})"
 
 
 def measure_collectives(backend: str, num_ranks: int) -> dict[str, Any]:
@@ -140,13 +132,12 @@ def measure_collectives(backend: str, num_ranks: int) -> dict[str, Any]:
     with temporary_folder() as folder:
         store = str(folder / "store")
         variables = as_child({**os.environ, **interfaces(os.environ)})
-        commands = [
-            [sys.executable, "-m", MODULE, backend, str(rank), str(num_ranks), store] for rank in range(num_ranks)
-        ]
-        pipe, nowhere = subprocess.PIPE, subprocess.DEVNULL
-        processes = [
-            subprocess.Popen(command, env=variables, stdout=pipe, stderr=nowhere, text=True) for command in commands
-        ]
+        processes = []
+        for rank in range(num_ranks):
+            # By name: __name__ is __main__ in a rank.
+            command = [sys.executable, "-m", "shardwise.doctor.measure", backend, str(rank), str(num_ranks), store]
+            pipe, nowhere = subprocess.PIPE, subprocess.DEVNULL
+            processes.append(subprocess.Popen(command, env=variables, stdout=pipe, stderr=nowhere, text=True))
         try:
             outputs = [process.communicate(timeout=LIMIT_S)[0] for process in processes]
         except subprocess.TimeoutExpired:
@@ -169,7 +160,8 @@ def _rank(backend: str, rank: int, num_ranks: int, store: str) -> None:
         torch.set_num_threads(1)
     limit, file = timedelta(seconds=LIMIT_S), FileStore(store, num_ranks)
     dist.init_process_group(backend, store=file, rank=rank, world_size=num_ranks, timeout=limit)
-    num_elems = WHOLE_BYTES[backend] // 4 // num_ranks * num_ranks
+    whole_bytes = 1 << (30 if backend == "nccl" else 25)
+    num_elems = whole_bytes // 4 // num_ranks * num_ranks
     whole = torch.ones(num_elems, device=device)
     part = torch.ones(num_elems // num_ranks, device=device)
     sent = whole.nbytes * (num_ranks - 1) / num_ranks
@@ -194,7 +186,7 @@ def _call_seconds(work: Callable[[], object], device: torch.device) -> float:
         return (time.perf_counter() - began_s) / num_calls
 
     run(1)
-    chosen = torch.tensor([max(2, min(NUM_SMALL, round(BUDGET_S / run(2))))], device=device)
+    chosen = torch.tensor([max(2, min(50, round(BUDGET_S / run(2))))], device=device)
     dist.broadcast(chosen, 0)
     return run(int(chosen))
 
