@@ -61,10 +61,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # Accelerate h
         timeout = None if self.init_handler is None else self.init_handler.timeout.total_seconds()
         init(device=self.device, timeout_s=timeout)
         if everyone().num_ranks != self.num_processes:
-            raise ConfigurationError(
-                f"{everyone().num_ranks} processes were started, but Accelerate sees {self.num_processes}: on CPUs set "
-                "cpu=True (use_cpu=True of TrainingArguments), else every process would train alone"
-            )
+            both = f"{everyone().num_ranks} processes were started, but Accelerate sees {self.num_processes}"
+            raise ConfigurationError(f"{both}: on CPUs set cpu=True (use_cpu=True of TrainingArguments)")
         # The engine does the casting and loss scaling.
         self.native_amp, self.scaler = False, None
 
@@ -74,11 +72,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # Accelerate h
         """Shard each model with its optimizer; Accelerate prepares everything else."""
         if device_placement is not None:
             raise ConfigurationError("prepare(device_placement=...): a sharded model is placed already; leave it out")
-        for thing in objects:
-            if isinstance(thing, (DummyOptim, DummyScheduler)):
-                raise ConfigurationError(
-                    f"prepare({type(thing).__name__}): a DeepSpeed placeholder; build a torch optimizer and scheduler"
-                )
+        if any(isinstance(thing, (DummyOptim, DummyScheduler)) for thing in objects):
+            raise ConfigurationError("prepare(DummyOptim or DummyScheduler): build a torch optimizer and scheduler")
         models = [thing for thing in objects if isinstance(thing, nn.Module)]
         optimizers = [thing for thing in objects if isinstance(thing, torch.optim.Optimizer)]
         prepared = {id(optimizer): self._prepare_pair(models, optimizer) for optimizer in optimizers}
@@ -90,19 +85,15 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # Accelerate h
         held = {param for group in optimizer.param_groups for param in group["params"]}
         trained = [model for model in models if not held.isdisjoint(model.parameters())]
         if len(trained) != 1 or find_engine(trained[0]) is not None:
-            raise ConfigurationError(
-                f"prepare({type(optimizer).__name__}) with {len(trained)} models that it trains and that are not "
-                "prepared yet: give one model and the one optimizer that has all its parameters to the same call, "
-                "model, optimizer = accelerator.prepare(model, optimizer)"
-            )
+            what = f"prepare({type(optimizer).__name__}) with {len(trained)} models that it trains"
+            fix = "give one model that is not prepared yet and its one optimizer to the same call"
+            raise ConfigurationError(f"{what}: {fix}, model, optimizer = accelerator.prepare(model, optimizer)")
         return self._shard(trained[0], optimizer)
 
     def _shard(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> PreparedOptimizer | None:
-        if optimizer is not None and getattr(optimizer, "train", None) is not None:
-            raise ConfigurationError(
-                f"{type(optimizer).__name__} changes the weights between train() and eval(), which sharded models "
-                "do not support: use another optimizer"
-            )
+        if getattr(optimizer, "train", None) is not None:
+            what = f"{type(optimizer).__name__} changes the weights between train() and eval()"
+            raise ConfigurationError(f"{what}, which sharded models do not support: use another optimizer")
         sharded = shard_for_script(model, optimizer, self._words, self.state.mixed_precision)
         precision = engine_of(model).precision
         if precision.products != precision.master:
@@ -121,8 +112,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # Accelerate h
         """Prepare a model without an optimizer: sharded, or whole on the device in evaluation mode."""
         if not evaluation_mode and find_engine(model) is None:
             self._shard(model, None)
-        found: nn.Module = super().prepare_model(model, device_placement, evaluation_mode)
-        return found
+        return super().prepare_model(model, device_placement, evaluation_mode)
 
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None) -> Any:
         return super().prepare_optimizer(self._prepare_pair([], optimizer), device_placement)
@@ -143,24 +133,18 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # Accelerate h
         """The optimizer of the model with exactly these parameters."""
         given = {parameters} if isinstance(parameters, Tensor) else set(parameters)
         if not self.sync_gradients:
-            raise StateError(
-                f"{verb} before the last micro-batch, when gradients are not reduced yet: write "
-                "`if accelerator.sync_gradients:` above it"
-            )
+            what = f"{verb} before the last micro-batch, when gradients are not reduced yet"
+            raise StateError(f"{what}: write `if accelerator.sync_gradients:` above it")
         for model, optimizer in self._sharded():
             trained = {param for param in model.parameters() if param.requires_grad}
             if optimizer is not None and trained == {param for param in given if param.requires_grad}:
                 return optimizer
-        raise ConfigurationError(
-            f"{verb} of {len(given)} parameters that are not those of one prepared model: pass "
-            "model.parameters() of the model that `prepare` returned"
-        )
+        what = f"{verb} of {len(given)} parameters that are not those of one prepared model"
+        raise ConfigurationError(f"{what}: pass model.parameters() of the model that `prepare` returned")
 
     def join_uneven_inputs(self, joinables: Any, even_batches: bool | None = None) -> NoReturn:
-        raise ConfigurationError(
-            "join_uneven_inputs: every rank must run every batch of a sharded model; leave it out, even_batches=True "
-            "(the default) gives all ranks the same number"
-        )
+        why = "every rank must run every batch of a sharded model"
+        raise ConfigurationError(f"join_uneven_inputs: {why}; leave it out, even_batches=True is the default")
 
     # the state
 
@@ -176,8 +160,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # Accelerate h
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
         """Whole tensors on the host of the first rank. Every rank must call it; the others get an empty dict."""
         if find_engine(model) is None:
-            found: dict[str, Any] = super().get_state_dict(model, unwrap)
-            return found
+            return super().get_state_dict(model, unwrap)
         return full_state_dict(model, rank0_only=True)
 
     def save_state(self, output_dir: str | None = None, safe_serialization: bool = True, **options: Any) -> Any:

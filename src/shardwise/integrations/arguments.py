@@ -39,38 +39,29 @@ def refuse_keywords(keywords: dict[str, Any]) -> None:
         if keywords.get(name) is not None:
             raise ConfigurationError(f"Accelerator({name}=...) chooses another engine: write {instead}")
     if str(keywords.get("mixed_precision")) == "fp8":
-        raise ConfigurationError(
-            "mixed_precision='fp8': matrices are not multiplied in fp8 here; use 'bf16', and strategy="
-            "'zero3+params_as=fp8' for parameters that are sent in fp8"
-        )
+        fix = "use 'bf16', and strategy='zero3+params_as=fp8' for parameters that are sent in fp8"
+        raise ConfigurationError(f"mixed_precision='fp8': matrices are not multiplied in fp8 here; {fix}")
     for handler in keywords.get("kwargs_handlers") or ():
         if isinstance(handler, (AutocastKwargs, GradScalerKwargs)) or "RecipeKwargs" in type(handler).__name__:
-            raise ConfigurationError(
-                f"kwargs_handlers=[{type(handler).__name__}]: the engine casts and scales itself; set precision= "
-                "(a name, or a sw.Precision) instead"
-            )
+            what = f"kwargs_handlers=[{type(handler).__name__}]: the engine casts and scales itself"
+            raise ConfigurationError(f"{what}; set precision= (a name, or a sw.Precision) instead")
         if isinstance(handler, DistributedDataParallelKwargs):
             hook = str(handler.comm_hook).rpartition(".")[2].lower()
             if hook != "no":
-                raise ConfigurationError(
-                    f"comm_hook={hook!r}: use strategy='...+grads_as=bf16' (or fp16, int8, int4) instead; leave it out"
-                )
+                fix = "leave it out, and use strategy='...+grads_as=bf16' (or fp16, int8, int4)"
+                raise ConfigurationError(f"comm_hook={hook!r}: {fix}")
 
 
 def refuse_surroundings(kind: DistributedType, dynamo: Any) -> None:
     """Check the state set by `accelerate launch` or an earlier Accelerator."""
     if kind not in _KINDS:
-        raise ConfigurationError(
-            f"Accelerate was set up for {kind.value}: start with torchrun, or with a configuration whose "
-            f"distributed_type is MULTI_GPU, and express what {kind.value} did as strategy=... or "
-            "**sw.from_accelerate(FILE).words"
-        )
+        fix = "start with torchrun, or with distributed_type MULTI_GPU in the configuration"
+        instead = "strategy=... or **sw.from_accelerate(FILE).words"
+        raise ConfigurationError(f"Accelerate was set up for {kind.value}: {fix}, and write {instead} in its place")
     if dynamo.backend != DynamoBackend.NO:
-        raise ConfigurationError(
-            f"torch.compile of the whole model (dynamo backend {dynamo.backend.value}, or "
-            "torch_compile=True): it would contain the gathers; compile its blocks, as in `for layer in "
-            "model.model.layers: layer.compile()`, and leave it out"
-        )
+        what = f"dynamo backend {dynamo.backend.value}: torch.compile of the whole model would contain the gathers"
+        fix = "compile its blocks, as in `for layer in model.model.layers: layer.compile()`, and leave it out"
+        raise ConfigurationError(f"{what}; {fix}")
 
 
 def refuse_arguments(args: Any) -> None:

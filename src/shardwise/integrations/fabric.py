@@ -40,10 +40,8 @@ class ShardwiseStrategy(DDPStrategy):
 
     def setup_environment(self) -> None:
         if type(self.precision) is not Precision:
-            raise ConfigurationError(
-                f"Fabric(precision={self.precision.precision!r}) casts around the engine: leave it out, and write "
-                "ShardwiseStrategy(precision='bf16') (or 'fp16', 'pure-bf16')"
-            )
+            fix = "leave it out, and write ShardwiseStrategy(precision='bf16') (or 'fp16', 'pure-bf16')"
+            raise ConfigurationError(f"Fabric(precision={self.precision.precision!r}) casts around the engine: {fix}")
         super().setup_environment()
         init(device=self.root_device)
 
@@ -56,9 +54,8 @@ class ShardwiseStrategy(DDPStrategy):
         self, module: nn.Module, optimizers: list[torch.optim.Optimizer], scheduler: Any = None
     ) -> Any:
         if len(optimizers) != 1:
-            raise ConfigurationError(
-                f"fabric.setup with {len(optimizers)} optimizers: a model has one; pass all parameter groups to it"
-            )
+            what = f"fabric.setup with {len(optimizers)} optimizers"
+            raise ConfigurationError(f"{what}: a model has one; pass all parameter groups to it")
         return module, [shard_for_script(module, optimizers[0], self._words, "no")], scheduler
 
     def setup_module(self, module: nn.Module) -> Any:
@@ -66,18 +63,15 @@ class ShardwiseStrategy(DDPStrategy):
         return module
 
     def setup_optimizer(self, optimizer: torch.optim.Optimizer) -> NoReturn:
-        raise ConfigurationError(
-            "fabric.setup_optimizers: an optimizer is sharded with its model; write model, optimizer = "
-            "fabric.setup(model, optimizer)"
-        )
+        fix = "write model, optimizer = fabric.setup(model, optimizer)"
+        raise ConfigurationError(f"fabric.setup_optimizers: an optimizer is sharded with its model; {fix}")
 
     # the step
 
     def clip_gradients_norm(
         self, module: nn.Module, optimizer: Any, max_norm: float, norm_type: float = 2, error_if_nonfinite: bool = True
     ) -> Tensor:
-        norm: Tensor = optimizer.clip_grad_norm(max_norm, norm_type, error_if_nonfinite)
-        return norm
+        return optimizer.clip_grad_norm(max_norm, norm_type, error_if_nonfinite)
 
     def clip_gradients_value(self, module: nn.Module, optimizer: Any, clip_val: float) -> None:
         optimizer.clip_grad_value(clip_val)
@@ -99,9 +93,7 @@ class ShardwiseStrategy(DDPStrategy):
     ) -> None:
         """Save the model, its optimizer, and other values as JSON; stateful objects by their state dict."""
         if storage_options is not None or filter:
-            raise ConfigurationError(
-                "fabric.save(storage_options=, filter=): a checkpoint is a folder; leave these out"
-            )
+            raise ConfigurationError("fabric.save(storage_options=, filter=): leave these out; it writes a folder")
         model, optimizer, others = _parts(state)
         extra = {key: value.state_dict() if isinstance(value, _Stateful) else value for key, value in others.items()}
         save(path, model, optimizer, extra=extra)
@@ -131,10 +123,9 @@ def _parts(state: Mapping[str, Any]) -> tuple[nn.Module, torch.optim.Optimizer |
     models = [value for value in state.values() if isinstance(value, nn.Module)]
     optimizers = [value for value in state.values() if isinstance(value, torch.optim.Optimizer)]
     if len(models) != 1 or len(optimizers) > 1:
-        raise ConfigurationError(
-            f"a state of {len(models)} models and {len(optimizers)} optimizers: a checkpoint has one model and its "
-            "optimizer; save one for each model"
-        )
-    kinds = (nn.Module, torch.optim.Optimizer)
-    others = {key: value for key, value in state.items() if not isinstance(value, kinds)}
+        both = f"{len(models)} models and {len(optimizers)} optimizers"
+        raise ConfigurationError(f"a state of {both}: a checkpoint has one model and its optimizer; save one for each")
+    others = {
+        key: value for key, value in state.items() if not isinstance(value, (nn.Module, torch.optim.Optimizer))
+    }
     return models[0], next(iter(optimizers), None), others

@@ -38,10 +38,8 @@ def refuse_contradiction(words: Mapping[str, Any], mixed_precision: str) -> None
     if precision is None or mixed_precision == "no":
         return
     if precision_of(precision, None).products != DTYPES[mixed_precision]:
-        raise ConfigurationError(
-            f"precision={precision!r} and mixed_precision={mixed_precision!r} (bf16= or fp16= of TrainingArguments, or "
-            "`accelerate launch`) contradict each other: leave one of them out"
-        )
+        both = f"precision={precision!r} and mixed_precision={mixed_precision!r} (or bf16=, fp16=, `accelerate launch`)"
+        raise ConfigurationError(f"{both} contradict each other: leave one of them out")
 
 
 def shard_for_script(
@@ -56,10 +54,8 @@ def shard_for_script(
     found = {"precision": precision, "units": _units(model), **given}
     if found["precision"] is None:
         kinds = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
-        raise ConfigurationError(
-            f"this {type(model).__name__} has parameters in {kinds}, but no mixed precision was given: set "
-            "precision='bf16' (fp32 masters), 'fp32' or 'pure-bf16'"
-        )
+        what = f"this {type(model).__name__} has parameters in {kinds}, but no mixed precision was given"
+        raise ConfigurationError(f"{what}: set precision='bf16' (fp32 masters), 'fp32' or 'pure-bf16'")
     return shard(model, optimizer, **found)[1]
 
 

@@ -79,9 +79,8 @@ class _ShardedTrainer(Trainer):
                 # Written by an unsharded Trainer: load it before the optimizer is sharded.
                 state = torch.load(place / OPTIMIZER_NAME, map_location="cpu", weights_only=True)
                 self.create_optimizer().load_state_dict(state)
-        return super()._prepare_for_training(  # type: ignore[no-untyped-call]
-            max_steps, train_dataloader, resume_from_checkpoint
-        )
+        parent: Any = super()
+        return parent._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
         """Called in every step. With early updates there is no norm: weights are updated before all gradients exist."""
