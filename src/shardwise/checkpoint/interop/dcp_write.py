@@ -35,10 +35,17 @@ def write_dcp(opened: Opened, path: Path, on_bytes: OnBytes = lambda num_bytes: 
             for keys, value in _entries(opened):
                 key = ".".join(map(str, keys))
                 metadata.planner_data[key] = keys
-                if isinstance(value, Stored):
-                    metadata.state_dict_metadata[key] = _write_tensor(files, key, value, reader, on_bytes)
-                else:
-                    metadata.state_dict_metadata[key] = _write_value(files, key, value)
+                if not isinstance(value, (Stored, Tensor)):
+                    files.write(dcp.MetadataIndex(key), value)
+                    metadata.state_dict_metadata[key] = dcp.BytesStorageMetadata()
+                    continue
+                dtype = value.dtype if isinstance(value, Tensor) else value.torch_dtype
+                described = dcp.TensorStorageMetadata(dcp.TensorProperties(dtype), torch.Size(value.shape), [])
+                metadata.state_dict_metadata[key] = described
+                for offsets, part in [((), value)] if isinstance(value, Tensor) else _parts(value, reader):
+                    files.write(dcp.MetadataIndex(key, offsets, len(described.chunks)), part)
+                    described.chunks.append(dcp.ChunkStorageMetadata(torch.Size(offsets), part.shape))
+                    on_bytes(part.nbytes)
         FileSystemWriter(into).finish(metadata, [files.results])
 
 
@@ -84,29 +91,13 @@ def _entries(opened: Opened) -> Iterator[tuple[tuple[str | int, ...], Stored | A
             yield ("optimizer", "param_groups", number, key), tuple(value) if is_setting else value
 
 
-def _write_tensor(
-    files: _Files, key: str, stored: Stored, reader: Reader, on_bytes: OnBytes
-) -> dcp.TensorStorageMetadata:
-    """Write a tensor in parts of a bounded size, cut along the first dimension."""
-    described = dcp.TensorStorageMetadata(dcp.TensorProperties(stored.torch_dtype), torch.Size(stored.shape), [])
+def _parts(stored: Stored, reader: Reader) -> Iterator[tuple[tuple[int, ...], Tensor]]:
+    """Read a tensor in parts of a bounded size, cut along the first dimension; each with the place where it begins."""
     length = stored.shape[0] if stored.shape else 1
     row_elems = stored.num_elems // max(1, length)
     step = max(1, _PART_BYTES // (row_elems * stored.torch_dtype.itemsize)) if row_elems else max(1, length)
     for first in range(0, max(1, length), step):
-        offsets = (first, *(0 for _ in stored.shape[1:])) if stored.shape else ()
         shape = (min(step, length - first), *stored.shape[1:]) if stored.shape else ()
-        row = torch.empty(torch.Size(shape).numel(), dtype=stored.torch_dtype)
-        reader.read(stored, first * row_elems, row)
-        files.write(dcp.MetadataIndex(key, offsets, len(described.chunks)), row.view(shape))
-        described.chunks.append(dcp.ChunkStorageMetadata(torch.Size(offsets), torch.Size(shape)))
-        on_bytes(row.nbytes)
-    return described
-
-
-def _write_value(files: _Files, key: str, value: Any) -> dcp.TensorStorageMetadata | dcp.BytesStorageMetadata:
-    if isinstance(value, Tensor):
-        files.write(dcp.MetadataIndex(key, (), 0), value)
-        whole = dcp.ChunkStorageMetadata(torch.Size(()), value.shape)
-        return dcp.TensorStorageMetadata(dcp.TensorProperties(value.dtype), value.shape, [whole])
-    files.write(dcp.MetadataIndex(key), value)
-    return dcp.BytesStorageMetadata()
+        part = torch.empty(shape, dtype=stored.torch_dtype)
+        reader.read(stored, first * row_elems, part.view(-1))
+        yield (first, *(0 for _ in stored.shape[1:])) if stored.shape else (), part

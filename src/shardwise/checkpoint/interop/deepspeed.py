@@ -47,7 +47,12 @@ def read(folder: Path) -> Index:
         parts = [archives.load(found.source(name))["optimizer_state_dict"] for name in part_files]
         stage = _stage(parts)
         if stage:
-            _require_complete(models, parts, stage)
+            given = parts[0]["partition_count"]
+            world = max(counts(given if isinstance(given, list) else [given]))
+            # DeepSpeed overwrites folders, and files of a larger world may be left.
+            if world != len(parts) or len(models) != (world if stage == 3 else 1):
+                files = f"{len(parts)} files of optimizer states and {len(models)} of model states"
+                raise CheckpointError(f"{world} ranks wrote it, and there are {files}: some are missing, or of others")
             _add_trained(found, models[0], parts, stage)
             _add_others(found, models, stage)
         else:
@@ -97,19 +102,13 @@ def _stage(parts: Sequence[Any]) -> int:
     return number
 
 
-def _require_complete(models: Sequence[Any], parts: Sequence[Any], stage: int) -> None:
-    """Refuse files of several saves: DeepSpeed overwrites folders, and files of a larger world may be left."""
-    given = parts[0]["partition_count"]
-    world = max(counts(given if isinstance(given, list) else [given]))
-    if world != len(parts) or len(models) != (world if stage == 3 else 1):
-        files = f"{len(parts)} files of optimizer states and {len(models)} of model states"
-        raise CheckpointError(f"{world} ranks wrote it, and there are {files}: some are missing, or of another save")
-
-
 def _add_trained(found: Described, model: Any, parts: Sequence[Any], stage: int) -> None:
     """Add master weights and state, block by block: a group of the optimizer, or in stage 3 a part of one."""
-    rows_key, base_key = ("fp32_flat_groups", "optimizer_state_dict") if stage == 3 else (_ROWS, "base_optimizer_state")
-    bases = [_base(part[base_key]) for part in parts]
+    rows_key = "fp32_flat_groups" if stage == 3 else "single_partition_of_fp32_groups"
+    bases = [part["optimizer_state_dict" if stage == 3 else "base_optimizer_state"] for part in parts]
+    if isinstance(bases[0], list):  # without groups' settings, for elastic worlds
+        params = [{"params": [block]} for block in range(len(bases[0]))]
+        bases = [{"state": dict(enumerate(base)), "param_groups": params} for base in bases]
     groups = bases[0]["param_groups"]
     members = [
         (number, member) for number, group in enumerate(groups) for member in counts(group["params"], _MAX_PARAMETERS)
@@ -138,16 +137,6 @@ def _add_trained(found: Described, model: Any, parts: Sequence[Any], stage: int)
     for settings in found.groups:
         settings.pop("step", None)
     found.scaler = _scaler(parts[0].get("loss_scaler"), model)
-
-
-_ROWS = "single_partition_of_fp32_groups"
-
-
-def _base(given: Any) -> Any:
-    """Return the state dict of the inner optimizer. A list is one without groups' settings, for elastic worlds."""
-    if isinstance(given, list):
-        return {"state": dict(enumerate(given)), "param_groups": [{"params": [block]} for block in range(len(given))]}
-    return given
 
 
 def _state(found: Described, states: Sequence[Any]) -> tuple[dict[str, list[Stored]], dict[str, Stored | Plain]]:

@@ -55,12 +55,6 @@ class Budget:
 
     num_left: int = MAX_RUNS
 
-    def spend(self, num_runs: int, what: str) -> None:
-        if num_runs > self.num_left:
-            places = f"{num_runs} places of its file, of {self.num_left} that are left"
-            raise CheckpointError(f"{what} lies in {places}: save it contiguous")
-        self.num_left -= num_runs
-
 
 class Described:
     """The parts of a checkpoint as they are read. `group`: the number of the optimizer's group of each parameter."""
@@ -254,7 +248,11 @@ def _runs(shape: tuple[int, ...], stride: Sequence[int], budget: Budget, cuts: i
     run = 1
     while dims and dims[-1][1] == run:
         run *= dims.pop()[0]
-    budget.spend(prod(shape) // run + cuts, f"a tensor of shape {shape} and strides {tuple(stride)}")
+    num_runs = prod(shape) // run + cuts
+    if num_runs > budget.num_left:
+        what = f"a tensor of shape {shape} and strides {tuple(stride)} lies in {num_runs} places of its file"
+        raise CheckpointError(f"{what}, of {budget.num_left} that are left: save it contiguous")
+    budget.num_left -= num_runs
     steps = [step for _, step in dims]
     return run, (sum(map(mul, index, steps)) for index in product(*(range(length) for length, _ in dims)))
 
@@ -270,20 +268,15 @@ def place(chunk: Stored, offsets: tuple[int, ...], shape: tuple[int, ...], budge
     steps = [prod(shape[dim + 1 :]) for dim in range(len(shape))]
     begin = sum(map(mul, offsets, steps))
     run, places = _runs(chunk.shape, steps, budget, len(chunk.pieces))
-    return list(_cut(chunk, run, (begin + place for place in places)))
-
-
-def _cut(chunk: Stored, run: int, starts: Iterator[int]) -> Iterator[Piece]:
-    """Cut the pieces of a chunk where a run ends, each at its place in the whole tensor."""
-    size = chunk.torch_dtype.itemsize
-    pieces = iter(chunk.pieces)
-    piece = next(pieces)
-    for number, start in enumerate(starts):
+    size, pieces = chunk.torch_dtype.itemsize, iter(chunk.pieces)
+    piece, made = next(pieces), []
+    for number, start in enumerate(places):
         at, end = number * run, (number + 1) * run
         while at < end:
             while piece.stop <= at:
                 piece = next(pieces)
             stop = min(end, piece.stop)
-            first = start + at - number * run
-            yield Piece(piece.file, piece.offset + (at - piece.start) * size, first, first + stop - at)
+            first = begin + start + at - number * run
+            made.append(Piece(piece.file, piece.offset + (at - piece.start) * size, first, first + stop - at))
             at = stop
+    return made

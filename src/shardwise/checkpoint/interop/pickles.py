@@ -12,7 +12,6 @@ import pickle
 import struct
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import partial
 from math import prod
 from typing import Any
 
@@ -137,9 +136,10 @@ class _Unpickler(pickle._Unpickler):
         if self._num_left < 0:
             raise ValueError("it has too many containers for its length")
 
-    def require_shallow(self) -> None:
+    def load_mark(self) -> None:
         if len(self.metastack) > _MAX_NESTING:
             raise ValueError(f"more than {_MAX_NESTING} containers are nested")
+        _STANDARD[pickle.MARK[0]](self)
 
     def load_long1(self) -> None:
         _STANDARD[pickle.LONG1[0]](self)
@@ -191,11 +191,11 @@ _Unpickler.dispatch = _Opcodes(  # type: ignore[assignment]
         **_standard("PROTO FRAME STOP POP POP_MARK BINPUT LONG_BINPUT MEMOIZE BINGET LONG_BINGET BINPERSID"),
         **_standard("NONE NEWTRUE NEWFALSE BININT BININT1 BININT2 BINFLOAT GLOBAL STACK_GLOBAL APPEND APPENDS"),
         **_standard("BINUNICODE SHORT_BINUNICODE BINUNICODE8 BINBYTES SHORT_BINBYTES BINBYTES8 EMPTY_TUPLE"),
-        **_standard("MARK", _Unpickler.require_shallow),
         **_standard("EMPTY_LIST EMPTY_DICT EMPTY_SET TUPLE TUPLE1 TUPLE2 TUPLE3", _Unpickler.count),
         **_standard("SETITEM", lambda unpickler: require_keys(unpickler.stack[-2:-1])),
         **_standard("SETITEMS", lambda unpickler: require_keys(unpickler.stack[::2])),
         **_standard("ADDITEMS", lambda unpickler: require_keys(unpickler.stack)),
+        pickle.MARK[0]: _Unpickler.load_mark,
         pickle.LONG1[0]: _Unpickler.load_long1,
         pickle.FROZENSET[0]: _Unpickler.load_frozenset,
         pickle.REDUCE[0]: _Unpickler.load_reduce,
@@ -206,7 +206,7 @@ _Unpickler.dispatch = _Opcodes(  # type: ignore[assignment]
 
 
 def _tensor(storage: Any, first: Any, shape: Any, stride: Any, *rest: Any) -> Strided:
-    return _strided(storage, storage.dtype if isinstance(storage, Storage) else None, first, shape, stride)
+    return _strided(storage, storage.dtype, first, shape, stride)
 
 
 def _tensor_of_dtype(storage: Any, first: Any, shape: Any, stride: Any, *rest: Any) -> Strided:
@@ -255,10 +255,6 @@ def _bytes(text: Any = "", encoding: Any = "latin1") -> bytes:
     return text.encode("latin1")
 
 
-def _record(full: str, *args: Any) -> Record:
-    return Record(full, args)
-
-
 _NUMPY_TYPES = {"f8": "d", "f4": "f", "i8": "q", "i4": "i", "u1": "B", "b1": "?"}
 
 
@@ -274,16 +270,13 @@ _KINDS_OF_STORAGE = (
     "Double:float64 Float:float32 Half:float16 BFloat16:bfloat16 Long:int64 Int:int32 Short:int16 Char:int8 Byte:uint8 "
     "Bool:bool ComplexFloat:complex64 ComplexDouble:complex128"
 )
-_STORAGES: dict[str, torch.dtype] = {
-    f"{kind}Storage": getattr(torch, dtype) for kind, dtype in (pair.split(":") for pair in _KINDS_OF_STORAGE.split())
-}
 STORAGE_DTYPES: dict[str, torch.dtype] = {
-    **{f"torch.{name}": dtype for name, dtype in _STORAGES.items()},
-    "torch.storage.UntypedStorage": torch.uint8,
+    f"torch.{kind}Storage": getattr(torch, dtype)
+    for kind, dtype in (pair.split(":") for pair in _KINDS_OF_STORAGE.split())
 }
+STORAGE_DTYPES["torch.storage.UntypedStorage"] = torch.uint8
 _RECORDS = {
-    "torch": f"device Tensor {' '.join(_STORAGES)}",
-    "torch.storage": "UntypedStorage",
+    "torch": "device Tensor",
     "torch.nn.parameter": "Parameter",
     "torch.serialization": "_get_layout",
     "torch.distributed.checkpoint.metadata": "Metadata TensorStorageMetadata BytesStorageMetadata StorageMeta "
@@ -298,7 +291,10 @@ _RECORDS = {
     **dict.fromkeys(("pathlib", "pathlib._local"), "Path PosixPath PurePosixPath WindowsPath PureWindowsPath"),
     **dict.fromkeys(("builtins", "__builtin__"), "list dict int float str bool"),
 }
-_NAMES_OF_RECORDS = [f"{module}.{name}" for module, names in _RECORDS.items() for name in names.split()]
+_NAMES_OF_RECORDS = [
+    *(f"{module}.{name}" for module, names in _RECORDS.items() for name in names.split()),
+    *STORAGE_DTYPES,
+]
 _MAKERS: dict[str, Callable[..., Any]] = {
     "torch.Size": shape_from,
     "torch._utils._rebuild_tensor": _tensor,
@@ -317,6 +313,6 @@ _MAKERS: dict[str, Callable[..., Any]] = {
 _ITEM_BYTES: dict[Callable[..., Any], int] = {_dict: 120, _set: 60, _bytes: 1}
 _KNOWN: dict[str, Any] = {
     **{f"torch.{name}": value for name, value in vars(torch).items() if isinstance(value, torch.dtype)},
-    **{full: Maker(full, partial(_record, full)) for full in _NAMES_OF_RECORDS},
+    **{full: Maker(full, lambda *args, full=full: Record(full, args)) for full in _NAMES_OF_RECORDS},
     **{full: Maker(full, make, _ITEM_BYTES.get(make, 0)) for full, make in _MAKERS.items()},
 }
