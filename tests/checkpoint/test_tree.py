@@ -60,19 +60,24 @@ def test_totals_by_class(tmp_path: Path) -> None:
     totals = totals_of(index)
     params = [tensor for name, tensor in tensors.items() if name not in buffers]
     trained = [tensor for name, tensor in tensors.items() if name not in (*buffers, *frozen)]
-    assert totals.num_params == sum(tensor.numel() for tensor in params)
-    assert totals.num_trained == sum(tensor.numel() for tensor in trained)
-    assert (totals.num_frozen, totals.num_buffers, totals.buffers_bytes) == (44, 1, 40)
-    assert totals.weights_bytes == sum(tensor.nbytes for tensor in params)
-    assert totals.state_bytes == sum(2 * 4 * tensor.numel() for tensor in trained)
-    assert totals.dtypes["I64"] == tensors["running.count"].numel()
-    assert totals.state_dtypes == {"F32": totals.state_bytes // 4}
-    assert torch.tensor(list(totals.dtypes.values())).sum() == sum(tensor.numel() for tensor in tensors.values())
+    assert totals["num_params"] == sum(tensor.numel() for tensor in params)
+    assert totals["num_trained"] == sum(tensor.numel() for tensor in trained)
+    assert (totals["num_frozen"], totals["num_buffers"], totals["buffers_bytes"]) == (44, 1, 40)
+    assert totals["weights_bytes"] == sum(tensor.nbytes for tensor in params)
+    assert totals["state_bytes"] == sum(2 * 4 * tensor.numel() for tensor in trained)
+    assert totals["dtypes"]["I64"] == tensors["running.count"].numel()
+    assert totals["state_dtypes"] == {"F32": totals["state_bytes"] // 4}
+    assert torch.tensor(list(totals["dtypes"].values())).sum() == sum(tensor.numel() for tensor in tensors.values())
 
 
 def test_what_nobody_says_is_not_known() -> None:
     trained = Saved((3,), "F32", (), "parameter", True)
     totals = totals_of(Index((), {"a": trained, "b": saved(4)}))
-    assert (totals.num_trained, totals.num_frozen, totals.num_buffers, totals.buffers_bytes) == (3, None, None, None)
+    assert (totals["num_trained"], totals["num_frozen"], totals["num_buffers"], totals["buffers_bytes"]) == (
+        3,
+        None,
+        None,
+        None,
+    )
     totals = totals_of(Index((), {"a": trained}))
-    assert (totals.num_trained, totals.num_frozen, totals.num_buffers, totals.buffers_bytes) == (3, 0, 0, 0)
+    assert (totals["num_trained"], totals["num_frozen"], totals["num_buffers"], totals["buffers_bytes"]) == (3, 0, 0, 0)

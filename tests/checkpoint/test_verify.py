@@ -75,7 +75,7 @@ def spoil_the_index(place: Path) -> None:
         (cut_a_file, "bytes long, and was written with"),
         (lose_a_file, "rank-00000.safetensors: No such file"),
         (lose_the_marker, "is incomplete: its save did not finish"),
-        (change_the_index, "its digest is not the marker's"),
+        (change_the_index, "its digest differs from the marker's"),
         (spoil_the_index, "the index cannot be understood"),
     ],
 )

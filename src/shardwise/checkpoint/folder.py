@@ -58,29 +58,24 @@ def find(path: Path) -> Path | None:
     return next((place for place in (path, partial_of(path)) if (place / MARKER).is_file()), None)
 
 
-def read_index(path: Path) -> tuple[Path, bytes]:
-    """Return the folder of a complete checkpoint and the text of its index."""
-    folder = find(path)
-    if folder is None:
-        if (path / INDEX).is_file() or partial_of(path).is_dir():
-            raise DamageError(f"{path} is incomplete: its save did not finish (no file {MARKER!r}); take an older one")
-        if not path.exists():
-            raise CheckpointError(f"there is no checkpoint {path}")
-        raise DamageError(f"{path} is not a checkpoint: it has no {INDEX!r} and no {MARKER!r}")
-    text = read_index_in(folder)
-    if not is_sealed(folder, text):
-        raise DamageError(f"{folder / INDEX} is not what was written: its digest differs from the marker's")
+def _refuse(problem: str) -> None:
+    raise DamageError(problem)
+
+
+def read_index(path: Path, complain: Callable[[str], object] = _refuse) -> tuple[Path, bytes]:
+    """Return the folder of a checkpoint and the text of its index; `complain` if it is incomplete or was changed."""
+    sealed, partial = find(path), partial_of(path)
+    if sealed is None:
+        if not (path / INDEX).is_file() and not partial.is_dir():
+            if not path.exists():
+                raise CheckpointError(f"there is no checkpoint {path}")
+            raise DamageError(f"{path} is not a checkpoint: it has no {INDEX!r} and no {MARKER!r}")
+        complain(f"{path} is incomplete: its save did not finish (no file {MARKER!r}); take an older one")
+    folder = sealed or (path if (path / INDEX).is_file() else partial)
+    text = _read(folder / INDEX, MAX_INDEX_BYTES)
+    if sealed and _read(sealed / MARKER, MAX_MARKER_BYTES).strip() != hashlib.sha256(text).hexdigest().encode():
+        complain(f"{folder / INDEX} is not what was written: its digest differs from the marker's")
     return folder, text
-
-
-def read_index_in(folder: Path) -> bytes:
-    """Return the text of an index, whether its save finished or not."""
-    return _read(folder / INDEX, MAX_INDEX_BYTES)
-
-
-def is_sealed(folder: Path, text: bytes) -> bool:
-    """Return whether the marker holds the digest of this index."""
-    return _read(folder / MARKER, MAX_MARKER_BYTES).strip() == hashlib.sha256(text).hexdigest().encode()
 
 
 def _read(path: Path, max_bytes: int) -> bytes:

@@ -178,15 +178,20 @@ def shape_from(values: Any) -> tuple[int, ...]:
     return shape
 
 
+def require_inside(name: str) -> None:
+    """Raise unless a file of this name is in the folder that names it."""
+    path = PurePosixPath(name)
+    if not path.parts or path.is_absolute() or ".." in path.parts or "\\" in name or "\0" in name:
+        raise CheckpointError(f"it names a file {name!r}, which is not inside the checkpoint")
+
+
 def require_sound(index: Index) -> None:
     """Raise unless every file is in the folder, every piece in its file, and the pieces make up the tensors.
 
     The bytes of all tensors together must not be many times those of the files.
     """
     for file in index.files:
-        path = PurePosixPath(file.name)
-        if not path.parts or path.is_absolute() or ".." in path.parts or "\\" in file.name or "\0" in file.name:
-            raise CheckpointError(f"the index names a file {file.name!r}, which is not inside the checkpoint")
+        require_inside(file.name)
         end = 0
         for check in file.checks:
             if check.offset != end:

@@ -207,19 +207,15 @@ def open_checkpoint(path: Path, groups: Groups = ()) -> Opened:
     CheckpointError, with the path, where there is none or it cannot be understood.
     """
     with folder.os_errors_as(CheckpointError, f"cannot read {path}"):
-        return _open(path, groups)
-
-
-def _open(path: Path, groups: Groups) -> Opened:
-    path, text = folder.newest_in(path), None
-    if folder.find(path) is not None or (path / folder.INDEX).is_file() or not path.exists():
-        path, text = folder.read_index(path)
-    try:
-        return _open_others(path, groups) if text is None else Opened(path, from_json(text))
-    except CheckpointError as error:
-        if str(error).startswith((f"cannot read {path}", f"{path} ")):  # the message has the path already
-            raise
-        raise type(error)(f"cannot read {path}: {error}") from error
+        path, text = folder.newest_in(path), None
+        if folder.find(path) is not None or (path / folder.INDEX).is_file() or not path.exists():
+            path, text = folder.read_index(path)
+        try:
+            return _open_others(path, groups) if text is None else Opened(path, from_json(text))
+        except CheckpointError as error:
+            if str(error).startswith((f"cannot read {path}", f"{path} ")):  # the message has the path already
+                raise
+            raise type(error)(f"cannot read {path}: {error}") from error
 
 
 def _open_others(path: Path, groups: Groups) -> Opened:

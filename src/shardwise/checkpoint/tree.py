@@ -16,23 +16,11 @@ _MAX_DEPTH = 32  # no model is deeper
 _NUMBER = re.compile(r"^[0-9]{1,18}(?![0-9])")
 
 
-@dataclass(frozen=True, slots=True)
-class Totals:
-    """Bytes by class, and counts; None if another library's files lack them. A possible buffer counts as a weight."""
+def totals_of(index: Index) -> dict[str, Any]:
+    """Return bytes by class, and counts; None if another library's files lack them.
 
-    num_tensors: int
-    num_params: int
-    num_trained: int | None
-    num_frozen: int | None
-    num_buffers: int | None
-    weights_bytes: int
-    buffers_bytes: int | None
-    state_bytes: int
-    dtypes: dict[str, int]  # of the model: elements by dtype
-    state_dtypes: dict[str, int]
-
-
-def totals_of(index: Index) -> Totals:
+    A possible buffer counts as a weight. `dtypes`: of the model, elements by dtype.
+    """
     tensors = index.tensors.values()
     params = [saved for saved in tensors if saved.kind != "buffer"]
     buffers = [saved for saved in tensors if saved.kind == "buffer"]
@@ -40,18 +28,18 @@ def totals_of(index: Index) -> Totals:
     knows_trained = any(saved.is_trained is not None for saved in params) or not params
     knows_frozen = all(saved.is_trained is not None for saved in params)
     knows_buffers = all(saved.kind != "unknown" for saved in params)
-    return Totals(
-        num_tensors=len(tensors),
-        num_params=sum(saved.num_elems for saved in params),
-        num_trained=sum(saved.num_elems for saved in params if saved.is_trained) if knows_trained else None,
-        num_frozen=sum(saved.num_elems for saved in params if not saved.is_trained) if knows_frozen else None,
-        num_buffers=len(buffers) if knows_buffers else None,
-        weights_bytes=sum(saved.num_bytes for saved in params),
-        buffers_bytes=sum(saved.num_bytes for saved in buffers) if knows_buffers else None,
-        state_bytes=sum(item.num_bytes for item in state),
-        dtypes=_by_dtype(tensors),
-        state_dtypes=_by_dtype(state),
-    )
+    return {
+        "num_tensors": len(tensors),
+        "num_params": sum(saved.num_elems for saved in params),
+        "num_trained": sum(saved.num_elems for saved in params if saved.is_trained) if knows_trained else None,
+        "num_frozen": sum(saved.num_elems for saved in params if not saved.is_trained) if knows_frozen else None,
+        "num_buffers": len(buffers) if knows_buffers else None,
+        "weights_bytes": sum(saved.num_bytes for saved in params),
+        "buffers_bytes": sum(saved.num_bytes for saved in buffers) if knows_buffers else None,
+        "state_bytes": sum(item.num_bytes for item in state),
+        "dtypes": _by_dtype(tensors),
+        "state_dtypes": _by_dtype(state),
+    }
 
 
 def _by_dtype(tensors: Iterable[Stored]) -> dict[str, int]:

@@ -5,6 +5,7 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -79,7 +80,7 @@ def _facts(index: "Index") -> Iterator[tuple[str, str]]:
     from ..base.text import count, plural, size
     from ..checkpoint.tree import totals_of
 
-    totals = totals_of(index)
+    totals = SimpleNamespace(**totals_of(index))
     if index.origin:
         about = (value if key == "format" else f"{key} {value}" for key, value in index.origin.items())
         yield "format", ", ".join(about)
@@ -166,7 +167,7 @@ def _as_json(opened: "Opened") -> dict[str, Any]:
         "path": str(opened.folder),
         "origin": index.origin,
         "extra": index.extra,
-        "totals": dataclasses.asdict(totals_of(index)),
+        "totals": totals_of(index),
         "optimizer": None if index.optimizer is None else dataclasses.asdict(index.optimizer),
         "files": [
             {"name": file.name, "num_bytes": file.num_bytes, "num_checksums": len(file.checks)} for file in index.files

@@ -125,7 +125,5 @@ def _parts(state: Mapping[str, Any]) -> tuple[nn.Module, torch.optim.Optimizer |
     if len(models) != 1 or len(optimizers) > 1:
         both = f"{len(models)} models and {len(optimizers)} optimizers"
         raise ConfigurationError(f"a state of {both}: a checkpoint has one model and its optimizer; save one for each")
-    others = {
-        key: value for key, value in state.items() if not isinstance(value, (nn.Module, torch.optim.Optimizer))
-    }
+    others = {key: value for key, value in state.items() if not isinstance(value, (nn.Module, torch.optim.Optimizer))}
     return models[0], next(iter(optimizers), None), others

@@ -12,7 +12,7 @@ from functools import lru_cache
 from itertools import product
 from math import prod
 from operator import mul
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,6 +30,7 @@ from ..index import (
     Saved,
     Stored,
     in_words,
+    require_inside,
     require_sound,
     text,
 )
@@ -76,9 +77,7 @@ class Described:
 
     def _open(self, name: str) -> NumberedFile:
         """Open a file by its name, which is not trusted."""
-        path = PurePosixPath(name)
-        if not path.parts or path.is_absolute() or ".." in path.parts or "\0" in name:
-            raise CheckpointError(f"a file {name!r} is named, which is not inside {self.folder}")
+        require_inside(name)
         number = list(self.files).index(name) if name in self.files else len(self.files)
         source = NumberedFile(self.folder / name, number)
         self.files[name] = File(name, source.num_bytes)
