@@ -74,18 +74,15 @@ class ReadAhead:
 
     def take(self, key: Hashable, read: Callable[[Tensor], list[Pending]]) -> Tensor:
         """Return a buffer that holds the state, to be given back."""
-        if key in self._ahead:
-            buffer, reading = self._ahead.pop(key)
-        else:
+        if key not in self._ahead:
             buffer = self.take_empty()
-            reading = read(buffer)
-        for pending in reading:
-            pending.wait()
-        return buffer
+            self._ahead[key] = buffer, read(buffer)
+        return self._wait_for(key)
 
     def take_empty(self) -> Tensor:
         if not self._free:
-            self._drop(next(reversed(self._ahead)))
+            # Its state must be read again.
+            self.give_back(self._wait_for(next(reversed(self._ahead))))
         buffer, writing, wait = self._free.popleft()
         for pending in writing:
             pending.wait()
@@ -97,17 +94,16 @@ class ReadAhead:
     ) -> None:
         self._free.append((buffer, writing, wait))
 
-    def _drop(self, key: Hashable) -> None:
-        """Free a buffer that was read ahead; its state must be read again."""
+    def _wait_for(self, key: Hashable) -> Tensor:
         buffer, reading = self._ahead.pop(key)
         for pending in reading:
             pending.wait()
-        self.give_back(buffer)
+        return buffer
 
     def forget(self) -> None:
         """Drop everything that was read ahead: it is out of date."""
         for key in list(self._ahead):
-            self._drop(key)
+            self.give_back(self._wait_for(key))
 
     def flush(self) -> None:
         """Wait for all writes."""
@@ -151,9 +147,8 @@ class HostMemory:
         """Take the memory for a flat's state; None if all of it is on the device."""
         if flat.master_on == "device" and flat.rest_on in (None, "device"):
             return None
-        rows = None
-        if flat.master_on != "device":
-            rows = Rows(self, flat, (MASTER, *(self.row_names if flat.trainable else ())), unit_name)
+        names = (MASTER, *self.row_names) if flat.trainable else (MASTER,)
+        rows = None if flat.master_on == "device" else Rows(self, flat, names, unit_name)
         taken = {
             name: self.arena.take(num_elems, dtype.torch, f"{name} of {unit_name}")
             for name, (num_elems, dtype) in host_tensors(flat).items()
@@ -189,18 +184,15 @@ class Rows:
         self.dtype = flat.master.torch
         self.on_disk = flat.master_on == "disk"
         self.chunks = chunks_of(flat) if self.on_disk else [Interval(0, flat.num_master)]
-        self.tensors: dict[str, Tensor] = {}
-        self.regions: list[Region] = []
-        if self.on_disk:
-            what = f"the optimizer's state of unit {unit_name!r}" if flat.trainable else f"unit {unit_name!r}"
-            self.regions = [
-                memory.store.region(record_bytes(flat, chunk, len(names) - 1), f"{what}, chunk {number}")
-                for number, chunk in enumerate(self.chunks)
-            ]
-        else:
-            self.tensors = {
-                name: memory.arena.take(flat.num_master, self.dtype, f"{name} of {unit_name}") for name in names
-            }
+        what = f"the optimizer's state of unit {unit_name!r}" if flat.trainable else f"unit {unit_name!r}"
+        self.tensors = {
+            name: memory.arena.take(flat.num_master, self.dtype, f"{name} of {unit_name}")
+            for name in (() if self.on_disk else names)
+        }
+        self.regions = [
+            memory.store.region(record_bytes(flat, chunk, len(names) - 1), f"{what}, chunk {number}")
+            for number, chunk in enumerate(self.chunks if self.on_disk else ())
+        ]
 
     def views(self, number: int, window: Tensor | None) -> dict[str, Tensor]:
         """The rows of a chunk: in its window, if it came from disk."""

@@ -30,10 +30,9 @@ def global_norm(
         gradient = state.gradient
         if gradient.stage != "final":
             continue
-        is_known = norm_type == 2.0 and gradient.square is not None
-        part = gradient.square if is_known else _power_of(gradient.final_at_hand, norm_type)
-        assert part is not None
-        part, axes = part.to(device), _split_over(state)
+        part = gradient.square if norm_type == 2.0 else None
+        part = (_power_of(gradient.final_at_hand, norm_type) if part is None else part).to(device)
+        axes = _split_over(state)
         parts[axes] = _joined(parts[axes], part, norm_type) if axes in parts else part
     total = torch.zeros((), dtype=torch.float64, device=device)
     for axes in sorted(parts):

@@ -2,8 +2,7 @@
 
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -51,10 +50,8 @@ def names_of_joining(
     for number, param in enumerate(params):
         place = place_of(param)
         if place is None or place.state not in others:
-            return names, (
-                f"parameter {number} (shape {tuple(param.shape)}) is not a parameter of the sharded model: give it "
-                "those of model.parameters()"
-            )
+            shape = tuple(param.shape)
+            return names, f"parameter {number} (shape {shape}) is not a parameter of the sharded model: give it those"
         names.append(place.name)
         if not place.state.flat.trainable:
             return names, f"{place.name!r} was frozen when the model was sharded: freeze it after sw.shard instead"
@@ -163,8 +160,7 @@ def settings_number(optimizers: Sequence[torch.optim.Optimizer]) -> int:
     return 1 + zlib.crc32(repr([plain_settings(optimizer) for optimizer in optimizers]).encode()) % (1 << 15)
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
+class Part(NamedTuple):
     """Flats that are updated together, and this rank's parts of their parameters, group by group."""
 
     states: list[FlatState]

@@ -37,8 +37,8 @@ class UpdatedPart:
     group: dict[str, Any]  # its settings at the time of the step
 
 
-# Arguments: the first element of a chunk, its rows, its gradient, the output for weights, and the gradient's factor.
-ChunkUpdate = Callable[[int, dict[str, Tensor], Tensor, Tensor | None, float], None]
+# Arguments: a chunk, its rows, its gradient, the output for weights, and the gradient's factor.
+ChunkUpdate = Callable[[Interval, dict[str, Tensor], Tensor, Tensor | None, float], None]
 
 
 def is_eight_bit(optimizer: torch.optim.Optimizer) -> bool:
@@ -73,9 +73,11 @@ class HostUpdates:
                     value = kept.get(key)
                     if value is None:
                         rows.set_part(key, held, torch.zeros(held.stop - held.start))
-                    elif not isinstance(value, OnDisk) and (rows.on_disk or not _share(value, rows.tensors[key])):
-                        kept[key] = _shown(state, index, key)
-                        rows.set_part(key, held, value.reshape(-1))
+                    elif not isinstance(value, OnDisk):
+                        storage = value.untyped_storage().data_ptr()
+                        if rows.on_disk or storage != rows.tensors[key].untyped_storage().data_ptr():
+                            kept[key] = _shown(state, index, key)
+                            rows.set_part(key, held, value.reshape(-1))
 
     def prepare(self, state: FlatState, groups: dict[Tensor, dict[str, Any]]) -> "FlatUpdate":
         """Make the update of a flat with its current gradients and settings."""
@@ -96,7 +98,9 @@ class HostUpdates:
         """AdamW and Adam. Moments of 8 bits are in the state of torchao's optimizers, others in the rows."""
         optimizer: Any = self._optimizer
         in_rows, decoupled = not is_eight_bit(optimizer), type(optimizer).__name__.startswith("AdamW")
-        todo: list[tuple[UpdatedPart, AdamSettings, Kept]] = []
+        # Neighbouring parameters with equal settings are updated together; the padding between them stays zero.
+        runs: list[tuple[Interval, AdamSettings, Kept]] = []
+        last: UpdatedPart | None = None
         for each in held:
             kept = optimizer.state[each.resting]
             if "step" not in kept:
@@ -110,13 +114,20 @@ class HostUpdates:
             numbers = (group["lr"], *group["betas"], group["eps"], group["weight_decay"])
             lr, beta1, beta2, eps, decay = (float(number) for number in numbers)
             flags = (decoupled, bool(group.get("maximize")), bool(group.get("fused")))
-            todo.append((each, AdamSettings(lr, beta1, beta2, eps, decay, *flags, int(kept["step"])), kept))
-        runs = _joined(todo) if in_rows else [(each.where, settings, kept) for each, settings, kept in todo]
+            settings = AdamSettings(lr, beta1, beta2, eps, decay, *flags, int(kept["step"]))
+            is_next = in_rows and last is not None and each.index == last.index + 1 and runs[-1][1] == settings
+            # torch's fused update rounds a remainder after whole lanes differently.
+            if is_next and last is not None and not (settings.fused and last.where.num_elems % FUSED_LANES):
+                runs[-1] = (Interval(runs[-1][0].start, each.where.stop), settings, kept)
+            else:
+                runs.append((each.where, settings, kept))
+            last = each
 
-        def update(start: int, rows: dict[str, Tensor], grad: Tensor, out: Tensor | None, factor: float) -> None:
+        def update(chunk: Interval, rows: dict[str, Tensor], grad: Tensor, out: Tensor | None, factor: float) -> None:
             for where, settings, kept in runs:
-                cut = _inside(where, start, grad.numel())
-                if cut is not None:
+                common = where.overlap(chunk)
+                if common.num_elems:
+                    cut = common.within(chunk)
                     mean, square = (rows[key][cut] if in_rows else _small_moment(kept[key]) for key in MOMENTS)
                     part = None if out is None else out[cut]
                     adamw(AdamUpdate(rows[MASTER][cut], mean, square, grad[cut], part, settings, factor), self._cores)
@@ -129,15 +140,16 @@ class HostUpdates:
         before = {each.resting: dict(self._optimizer.state[each.resting]) for each in held}
         is_whole = state.flat.depth_of_master == 0 and not rows_of(state).on_disk
 
-        def update(start: int, rows: dict[str, Tensor], grad: Tensor, out: Tensor | None, factor: float) -> None:
+        def update(chunk: Interval, rows: dict[str, Tensor], grad: Tensor, out: Tensor | None, factor: float) -> None:
             shadow = shadow_of(self._optimizer)
             shadow.param_groups = []
             each_of: dict[nn.Parameter, tuple[UpdatedPart, slice]] = {}
             for each in held:
-                cut = _inside(each.where, start, grad.numel())
-                if cut is None:
+                common = each.where.overlap(chunk)
+                if not common.num_elems:
                     continue
-                shape = each.resting.shape if is_whole else (cut.stop - cut.start,)
+                cut = common.within(chunk)
+                shape = each.resting.shape if is_whole else (common.num_elems,)
                 param = nn.Parameter(rows[MASTER][cut].view(shape))
                 param.grad = grad[cut].mul(factor).to(param.dtype).view(shape)
                 shadow.state[param] = {
@@ -196,7 +208,7 @@ class FlatUpdate:
                 out = window[start : start + chunk.num_elems * compute.itemsize].view(compute.torch)
                 if self.leaves_out:
                     out.copy_(views[MASTER])
-            update(chunk.start, views, grads[chunk.start : chunk.stop], out, factor)
+            update(chunk, views, grads[chunk.start : chunk.stop], out, factor)
             writing = []
             if away.writes_weights and out is not None:
                 writing.append(away.start_writing(out, chunk.start, self.moves))
@@ -220,35 +232,6 @@ def _shown(state: FlatState, index: int, key: str) -> Tensor:
     return rows.tensors[key][state.held[index]].view(resting.shape)
 
 
-def _share(one: Tensor, other: Tensor) -> bool:
-    return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
-
-
 def _small_moment(kept: Any) -> Tensor | Moment8:
     """A moment of a torchao optimizer: a plain tensor where the parameter is small, else 8-bit codes."""
     return kept.view(-1) if type(kept) is Tensor else Moment8(kept.codes.view(-1), kept.scale, kept.qmap)
-
-
-def _joined(
-    todo: list[tuple[UpdatedPart, AdamSettings, Kept]],
-) -> list[tuple[Interval, AdamSettings, Kept]]:
-    """Join neighbouring parameters with equal settings into one interval; the padding between them stays zero. They are
-    not joined if a parameter between them is not updated, or if torch's fused update has a remainder after the first,
-    which it rounds differently."""
-    runs: list[tuple[Interval, AdamSettings, Kept]] = []
-    last: UpdatedPart | None = None
-    for held, settings, kept in todo:
-        is_next = last is not None and held.index == last.index + 1
-        has_remainder = settings.fused and last is not None and last.where.num_elems % FUSED_LANES
-        if is_next and runs[-1][1] == settings and not has_remainder:
-            runs[-1] = (Interval(runs[-1][0].start, held.where.stop), settings, kept)
-        else:
-            runs.append((held.where, settings, kept))
-        last = held
-    return runs
-
-
-def _inside(where: Interval, start: int, num_elems: int) -> slice | None:
-    """The part of an interval of the rows that lies in a chunk, as a slice of the chunk; None if there is none."""
-    common = where.overlap(Interval(start, start + num_elems))
-    return slice(common.start - start, common.stop - start) if common.num_elems else None

@@ -253,22 +253,20 @@ class Gradient:
     def finish_reduction(self) -> None:
         """Wait for the collectives. After the last micro-batch, the gradient is final."""
         assert self._in_flight is not None
-        assert self.grads is not None
         (journey, part, is_sync), self._in_flight = self._in_flight, None
         journey.finish()
         if is_sync:
             self._become_final(part)
         elif self.flat.grads_on_host:
-            self.leaving = (self.grads, part)
+            self.leaving = (self.fetch(), part)
 
     def sync(self, channels: Channels) -> None:
         """Reduce the partial sums in `grads` to the optimizer's depth, as the mean over all ranks."""
-        assert self.grads is not None
-        flat, part, num_bytes = self.flat, self.grads, self.flat.exchanged_bytes
+        flat, part, num_bytes = self.flat, self.fetch(), self.flat.exchanged_bytes
         rows = torch.empty(num_bytes, dtype=torch.uint8, device=self._device) if num_bytes else None
         if flat.grads_on_host:
-            part = torch.empty_like(self.grads, device=self._device)
-            self.carrier.copy(part, self.grads)
+            part = torch.empty_like(part, device=self._device)
+            self.carrier.copy(part, self.fetch())
         self.carrier.run(part, flat.depth_of_grads, flat.sync_hops, channels, rows)
         self._become_final(part)
 
