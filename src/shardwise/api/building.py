@@ -43,14 +43,14 @@ def build_units(
         by_name = {site.name: original for site, original in zip(sites, originals, strict=True)}
         meta.fill(found)
         for state in states:
-            with state.writing():
-                for position, spec in enumerate(state.flat.params):
-                    original, site = by_name[spec.name], spec.sites[0]
-                    value: Any = modules[site.module]._parameters[site.attribute]
-                    state.write(position, value)
-                    state.compute_params[position].__dict__.update(original.__dict__)
-                    state.user_params.append(original)
-                    places.append((original, Place(state, position)))
+            for position, spec in enumerate(state.flat.params):
+                original, site = by_name[spec.name], spec.sites[0]
+                value: Any = modules[site.module]._parameters[site.attribute]
+                state.write(position, value)
+                state.compute_params[position].__dict__.update(original.__dict__)
+                state.user_params.append(original)
+                places.append((original, Place(state, position)))
+            state.publish()
         # Back to the meta device: the initialisation of other units must not write to this one's parameters.
         for site, original in zip(sites, originals, strict=True):
             modules[site.module]._parameters[site.attribute] = original

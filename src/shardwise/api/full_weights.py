@@ -178,9 +178,9 @@ def load_full_state_dict(model: nn.Module, state_dict: Mapping[str, Tensor] | No
     for state in engine.all_states:
         given = [(index, names[spec]) for index, spec in enumerate(state.flat.params) if names[spec] in tensors]
         if all(givers):
-            with state.writing():
-                for index, name in given:
-                    state.write(index, tensors[name])
+            for index, name in given:
+                state.write(index, tensors[name])
+            state.publish()
             continue
         buffer = _gather(engine, state, state.read_master(), state.flat.master)
         places = [place for _, place in _places(state, buffer)]
@@ -213,8 +213,8 @@ def _is_same(state: FlatState, buffer: Tensor, part: Tensor) -> bool:
 
 def _write_master(engine: Engine, state: FlatState, buffer: Tensor) -> None:
     broadcast_from_first(engine.mesh.world, buffer)
-    with state.writing() as master:
-        master.copy_(buffer[state.own_in_whole])
+    state.fill_master(slice(0, state.flat.num_master), lambda master: master.copy_(buffer[state.own_in_whole]))
+    state.publish()
 
 
 # Gradients.

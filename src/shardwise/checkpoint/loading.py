@@ -138,7 +138,7 @@ def _read(job: _Job, optimizers: Optimizers, keep_groups: bool) -> None:
         params = (want.part(key) for want, own in zip(job.wanted, keys, strict=True) for key in own)
         reader.plan(chain(params, ((stored, Interval(0, stored.num_elems)) for _, stored in job.buffers)))
         for want in job.wanted:
-            want.state.set_master(want.number, partial(read, want, None))
+            want.state.fill_master(want.state.held[want.number], partial(read, want, None))
             if want.home is not None:
                 optimizer_state.restore_state(want.home, want.resting, want.saved, partial(read, want))
         for state in dict.fromkeys(want.state for want in job.wanted):

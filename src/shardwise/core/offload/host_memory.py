@@ -318,5 +318,8 @@ def _read_staged(wanted: Sequence[OffloadedState], place: Tensor) -> list[Pendin
             continue
         assert state.rows is not None  # frozen: rows are the master alone
         for region, chunk in zip(state.rows.regions, state.rows.chunks, strict=True):
-            reading.append(state.memory.store.fetch(region, view[chunk.start : chunk.stop]))
+            if region.is_new:  # it has only padding
+                view[chunk.start : chunk.stop].zero_()
+            else:
+                reading.append(state.memory.store.fetch(region, view[chunk.start : chunk.stop]))
     return reading

@@ -4,7 +4,6 @@ A `StandIn` takes the place of a tensor that is stored elsewhere: reading it rai
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -79,7 +78,6 @@ class FlatState:
         else:
             # `.data` has a version counter of its own: updates by the host's thread are no changes from outside.
             self.master = self._rows.tensors[MASTER].data
-        self._draft: Tensor | None = None
         self.rest: Tensor | None = None if self.away is None else self.away.rest
         if flat.copy_is_encoded:
             self.rest = torch.zeros(flat.rest_bytes, dtype=torch.uint8, device=device).view(-1, flat.row_bytes)
@@ -116,31 +114,26 @@ class FlatState:
 
     def read_master(self) -> Tensor:
         """This rank's part of the master; a copy, if it is on disk."""
-        if self._draft is not None:
-            return self._draft
         return self.master_part(slice(0, self.flat.num_master))
 
     def master_part(self, where: slice) -> Tensor:
         """Elements of the master: a view, or a copy if it is on disk."""
         return self.master[where] if self._rows is None else self._rows.part(MASTER, where)
 
-    @contextmanager
-    def writing(self) -> Iterator[Tensor]:
-        """Yield the master to be changed from outside; at the end, its copies on the host or on disk are renewed."""
-        self._draft = master = self.read_master()
-        try:
-            yield master
-            if self._rows is not None and self._rows.on_disk:
-                self._rows.set_part(MASTER, slice(0, self.flat.num_master), master)
-            self.publish()
-        finally:
-            self._draft = None
+    def fill_master(self, where: slice, fill: Callable[[Tensor], object]) -> None:
+        """Set elements of the master from outside, if possible in place; call `publish` once all are set."""
+        if self._rows is None or not self._rows.on_disk:
+            fill(self.master[where])
+            return
+        row = torch.empty(where.stop - where.start, dtype=self._rows.dtype)
+        fill(row)
+        self._rows.set_part(MASTER, where, row)
 
     def write(self, index: int, value: Tensor) -> None:
-        """Inside `writing`, set this rank's part of the master of one parameter from the parameter's whole value."""
-        assert self._draft is not None
+        """Set this rank's part of one parameter from its whole value; call `publish` once all are set."""
         if index in self.held:
-            self._draft[self.held[index]].copy_(self.part_of(index, value))
+            part = self.part_of(index, value)
+            self.fill_master(self.held[index], lambda row: row.copy_(part))
 
     def part_of(self, index: int, value: Tensor) -> Tensor:
         """This rank's part of a whole tensor that is shaped like a parameter, as a row."""
@@ -151,16 +144,6 @@ class FlatState:
         """Renew the copies of a changed master on the host or on disk. `moves` counts the bytes."""
         if self.away is not None:
             self.away.publish(self.read_master(), moves or Moves())
-
-    def set_master(self, index: int, read: Callable[[Tensor], object]) -> None:
-        """Fill this rank's part of one parameter, if possible in place; call `publish` once all are filled."""
-        rows, held = self._rows, self.held[index]
-        if rows is None or not rows.on_disk:
-            read(self.master[held])
-            return
-        row = torch.empty(held.stop - held.start, dtype=rows.dtype)
-        read(row)
-        rows.set_part(MASTER, held, row)
 
     def take_gradients(self) -> list[Tensor | None]:
         taken = [param.grad for param in self.compute_params]
