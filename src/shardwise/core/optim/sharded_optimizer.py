@@ -290,7 +290,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _current_parts(self) -> list[Part]:
         made_for = (self._stepper.update_order, has_hooks(self.inner))
-        if self._parts_are_for[0] is not made_for[0] or self._parts_are_for[1] != made_for[1]:
+        if self._parts_are_for != made_for:
             own = [[state for state in states if state in self._own] for states in made_for[0]]
             self._parts = cut_into_parts(self.inner, own, self._is_at_once)
             self._parts_are_for = made_for
@@ -377,27 +377,25 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add trained parameters of the model that are in no group yet; every rank must call it."""
-        world, own = self._channels["world"], self._states
-        params = param_group["params"]
+        own, groups = self._states, self.inner.param_groups
+        params, num_groups = param_group["params"], len(groups)
         params = [params] if isinstance(params, Tensor) else list(params)
         names, complaint = names_of_joining(self.inner, params, own, self._stepper.all_states)
-        answers = exchange(world, (complaint, names, repr(plain(param_group))))
+        if not complaint:
+            try:
+                type(self.inner).add_param_group(self.inner, {**param_group, "params": params})
+                if any(state.flat.depth_of_master for state in own):
+                    refuse_unless_elementwise(self.inner, self._stepper.device)
+                self._host.refuse_other_rows()
+            except (ConfigurationError, ValueError, TypeError) as error:
+                complaint = str(error)
+        answers = exchange(self._channels["world"], (complaint, names, repr(plain(param_group))))
         complaint = next((each[0] for each in answers if each[0]), "")
         if not complaint and any(each != answers[0] for each in answers):
             complaint = f"the ranks gave other groups: {answers}"
         if complaint:
+            del groups[num_groups:]
             raise ConfigurationError(f"optimizer.add_param_group: {complaint}")
-        type(self.inner).add_param_group(self.inner, {**param_group, "params": params})
-        try:
-            if any(state.flat.depth_of_master for state in own):
-                refuse_unless_elementwise(self.inner, self._stepper.device)
-            self._host.refuse_other_rows()
-        except ConfigurationError as error:
-            complaint = str(error)
-        complaint = next((each for each in exchange(world, complaint) if each), "")
-        if complaint:
-            self.inner.param_groups.pop()
-            raise ConfigurationError(complaint)
         self._parts_are_for = (None, False)
 
     state_dict = _refusing(

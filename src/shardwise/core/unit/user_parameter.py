@@ -166,13 +166,15 @@ def _run_in_parts(func: Any, args: Any, kwargs: Any, place: Place) -> Any:
 
     lists = [value for value in (*args, *kwargs.values()) if isinstance(value, (list, tuple)) and value]
     lists = [value for value in lists if all(isinstance(item, ShardTensor) for item in value)]
-    if lists:
-        places = [value.place for value in lists[0]]
-        as_local = [_each(value, local, places) for value in args]
-        results = func(*as_local, **{key: _each(value, local, places) for key, value in kwargs.items()})
-    else:
-        places = [place]
-        results = func(*[local(value, place) for value in args], **{k: local(v, place) for k, v in kwargs.items()})
+    places = [value.place for value in lists[0]] if lists else [place]
+
+    def given(value: Any) -> Any:
+        if not lists:
+            return local(value, place)
+        is_list = isinstance(value, (list, tuple)) and len(value) == len(places)
+        return [local(item, its) for item, its in zip(value, places, strict=True)] if is_list else value
+
+    results = func(*map(given, args), **{key: given(value) for key, value in kwargs.items()})
     if targets:
         for target in targets:
             if target.is_master and target.place.lender is not None:
@@ -184,12 +186,6 @@ def _run_in_parts(func: Any, args: Any, kwargs: Any, place: Place) -> Any:
     # Functions that return their input (`detach`, `.to` that changes nothing) return the same memory.
     is_same = any(isinstance(v, ShardTensor) and v.is_master and v.data_ptr() == results.data_ptr() for v in args)
     return _as_part(results, place, is_master=is_same)
-
-
-def _each(value: Any, change: Callable[[Any, Place], Any], places: list[Place]) -> Any:
-    if not isinstance(value, (list, tuple)) or len(value) != len(places):
-        return value
-    return [change(item, place) for item, place in zip(value, places, strict=True)]
 
 
 def _targets_of(func: Any, args: Any, kwargs: Any) -> list[Any]:
