@@ -28,8 +28,6 @@ from .carrier import Carrier, Channels
 
 # A flat's memory in a reduction slot: for its gradient (`Flat.reduces_in_slot`), and for encoded rows.
 Room = tuple[Tensor | None, Tensor | None]
-# Views of a gradient buffer: one for each parameter, and those of the padding.
-_Places = tuple[tuple[Tensor, ...], tuple[Tensor, ...]]
 # The size of pieces on a CPU: they stay in its cache.
 CACHED_ELEMS = 1 << 17
 
@@ -85,7 +83,6 @@ class Gradient:
         self._final_views: dict[int, Tensor] = {}
         # For a final gradient that goes to the host: its sum of squares, and a clipping factor that is not applied yet.
         self.square: Tensor | None = None
-        self._unsquared: Tensor | None = None
         self.clipped_by: Tensor | None = None
         self.leaving: tuple[Tensor, Tensor] | None = None
         # During a backward: the memory for each parameter's gradient, and whether it holds something to add to; the
@@ -95,8 +92,9 @@ class Gradient:
         self._paddings: tuple[Tensor, ...] = ()
         self._buffer: Tensor | None = None
         self._rows: Tensor | None = None
-        # The views of each buffer that a backward may write: of a reduction slot, by its number, or (None) of `grads`.
-        self._places_in: dict[int | None, _Places] = {}
+        # The views of each buffer that a backward may write, one for each parameter, and those of the padding: of a
+        # reduction slot, by its number, or (None) of `grads`.
+        self._places_in: dict[int | None, tuple[tuple[Tensor, ...], tuple[Tensor, ...]]] = {}
         # The collectives in flight, the part of the buffer in which they leave the result, and whether it is final.
         self._in_flight: tuple[HopChain, Tensor, bool] | None = None
         # Where this rank's part lies in the whole buffer, and `final` in `grads`.
@@ -104,25 +102,22 @@ class Gradient:
         self._in_whole = slice(span.start, span.stop)
         self._final_in_grads = flat.spans[flat.depth_of_master].within(span)
         if flat.grads_on_host:
-            assert on_host is not None
-            self._rest_in(on_host)
-
-    def _rest_in(self, grads: Tensor) -> Tensor:
-        self.grads = grads
-        self.final = grads[self._final_in_grads]
-        self._final_views = self._views_of(self.final)
-        return grads
+            self.fetch()
 
     # Memory.
 
     def fetch(self) -> Tensor:
         """Return `grads`, and allocate it if needed. New memory is not initialised."""
-        num_elems, dtype = self.flat.num_grads, self.flat.reduce
-        if self.grads is None:
-            return self._rest_in(torch.empty(num_elems, dtype=dtype.torch, device=self._device))
-        if not self.flat.grads_on_host and self.grads.untyped_storage().nbytes() == 0:
-            self.grads.untyped_storage().resize_(num_elems * dtype.itemsize)
-        return self.grads
+        num_elems, dtype, grads = self.flat.num_grads, self.flat.reduce, self.grads
+        if grads is None:
+            grads = self._on_host if self.flat.grads_on_host else None
+            if grads is None:
+                grads = torch.empty(num_elems, dtype=dtype.torch, device=self._device)
+            self.grads, self.final = grads, grads[self._final_in_grads]
+            self._final_views = self._views_of(self.final)
+        elif not self.flat.grads_on_host and grads.untyped_storage().nbytes() == 0:
+            grads.untyped_storage().resize_(num_elems * dtype.itemsize)
+        return grads
 
     def give_back(self) -> None:
         """Release the memory of `grads`. The tensor and its views stay, and see the memory of the next `fetch`."""
@@ -277,7 +272,6 @@ class Gradient:
         self.stage = "final"
         if self.flat.host_updates:
             self.leaving = (self.final_at_hand, final)
-            self._unsquared = final
 
     def _make_local(self) -> None:
         """Turn a final gradient back into a partial sum, so that the next sync returns it plus the new gradients."""
@@ -304,16 +298,15 @@ class Gradient:
     # To the host.
 
     def leave(self) -> None:
-        """Copy the gradient to the host, if it is due there."""
+        """Copy the gradient to the host, if it is due there; call `take_square` next."""
         if self.leaving is not None:
             self.carrier.copy(*self.leaving)
-            self.leaving = None
 
     def take_square(self) -> None:
-        """Compute the sum of squares of a gradient, while its copy to the host is in flight."""
-        if self._unsquared is not None:
-            self.square = sum_of_squares(self._unsquared)
-            self._unsquared = None
+        """Compute the sum of squares of a final gradient, while its copy to the host is in flight."""
+        if self.leaving is not None and self.stage == "final":
+            self.square = sum_of_squares(self.leaving[1])
+        self.leaving = None
 
     def forget(self, zeros: bool, gives_back: bool) -> None:
         """Clear the gradient. With `zeros`, a gradient that exists becomes zero, with which momenta still change."""
@@ -332,10 +325,7 @@ class Gradient:
     @property
     def final_at_hand(self) -> Tensor:
         """The final gradient where the optimizer reads it."""
-        if self.flat.host_updates and not self.flat.grads_on_host:
-            assert self._on_host is not None
-            return self._on_host
-        return self.final
+        return self.final if self._on_host is None or self.flat.grads_on_host else self._on_host
 
     def final_by_param(self) -> dict[int, Tensor]:
         """The gradients that the optimizer reads, in the master's dtype, each shaped like the resting parameter."""
