@@ -24,7 +24,6 @@ from .probe import KNOWN_PACKAGES, shadow_of, state_tensor_names
 
 ADAMS = (torch.optim.AdamW, torch.optim.Adam)
 MOMENTS = ("exp_avg", "exp_avg_sq")
-Kept = dict[str, Any]  # the state of one parameter
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +98,7 @@ class HostUpdates:
         optimizer: Any = self._optimizer
         in_rows, decoupled = not is_eight_bit(optimizer), type(optimizer).__name__.startswith("AdamW")
         # Neighbouring parameters with equal settings are updated together; the padding between them stays zero.
-        runs: list[tuple[Interval, AdamSettings, Kept]] = []
+        runs: list[tuple[Interval, AdamSettings, dict[str, Any]]] = []
         last: UpdatedPart | None = None
         for each in held:
             kept = optimizer.state[each.resting]

@@ -135,10 +135,14 @@ class FlatState:
             part = self.part_of(index, value)
             self.fill_master(self.held[index], lambda row: row.copy_(part))
 
+    def slice_of(self, index: int) -> slice:
+        """The place of this rank's part in a parameter, as a row."""
+        interval = self.flat.intervals[index]
+        return interval.overlap(self._own).within(interval)
+
     def part_of(self, index: int, value: Tensor) -> Tensor:
         """This rank's part of a whole tensor that is shaped like a parameter, as a row."""
-        interval = self.flat.intervals[index]
-        return value.detach().reshape(-1)[interval.overlap(self._own).within(interval)]
+        return value.detach().reshape(-1)[self.slice_of(index)]
 
     def publish(self, moves: Moves | None = None) -> None:
         """Renew the copies of a changed master on the host or on disk. `moves` counts the bytes."""

@@ -44,6 +44,7 @@ class Place:
         self.name = state.flat.params[index].name
         self.shape = torch.Size(state.flat.params[index].shape)
         self.resting, self.compute = state.resting_params[index], state.compute_params[index]
+        self.cut = (self.shape, state.slice_of(index))  # equal for two parts of the same elements
         self.lender: Lender | None = None
         self.shown: nn.Parameter | None = None
 
@@ -57,14 +58,6 @@ class Place:
     def whereabouts(self) -> str:
         on = {"device": "split over the ranks", "disk": "offloaded to disk"}
         return f"is {on.get(self.state.flat.master_on, 'offloaded to host memory')}"
-
-    def part(self) -> Tensor:
-        """This rank's part of the weight, in the memory of the master."""
-        if isinstance(self.state.master, OnDisk):
-            refuse(self.name, self.whereabouts)
-        if self.lender is not None:
-            self.lender.await_update_of(self.state)
-        return _as_part(self.resting.detach().view(-1), self, is_master=True)
 
 
 def refuse(name: str, why: str) -> NoReturn:
@@ -137,16 +130,6 @@ def _as_part(local: Tensor, place: Place, is_master: bool) -> ShardTensor:
     return made
 
 
-def _cut(place: Place) -> tuple[object, ...]:
-    """A key that is equal for two parts of the same elements."""
-    state = place.state
-    held = state.held.get(place.index)
-    if held is None:
-        return (place.shape, 0, 0)
-    start = state.flat.spans[state.flat.depth_of_master].start + held.start - state.flat.intervals[place.index].start
-    return (place.shape, start, start + held.stop - held.start)
-
-
 def _run_in_parts(func: Any, args: Any, kwargs: Any, place: Place) -> Any:
     targets = _targets_of(func, args, kwargs)
     for target in targets:
@@ -155,7 +138,7 @@ def _run_in_parts(func: Any, args: Any, kwargs: Any, place: Place) -> Any:
 
     def local(value: Any, beside: Place) -> Any:
         if isinstance(value, ShardTensor):
-            if _cut(value.place) != _cut(beside):
+            if value.place.cut != beside.cut:
                 refuse(value.place.name, f"is cut otherwise than {beside.name!r}: shard both models alike")
             return value.as_subclass(Tensor)
         if isinstance(value, Tensor) and value.ndim:
@@ -300,7 +283,11 @@ def _stand_in(param: Any, wants_grad: bool, what: str) -> Tensor:
         return place.state.master[interval.start : interval.stop].view(place.shape).detach()
     if wants_grad and param.requires_grad:
         refuse(place.name, f"{place.whereabouts}, and {what} outside the forward of its unit has no gradient")
-    return place.part()
+    if isinstance(place.state.master, OnDisk):
+        refuse(place.name, place.whereabouts)
+    if lender is not None:
+        lender.await_update_of(place.state)
+    return _as_part(place.resting.detach().view(-1), place, is_master=True)
 
 
 # Operations with an implementation of their own.
@@ -334,10 +321,11 @@ def _data(param: Any) -> Tensor:
 
 
 def _set_data(param: Any, value: Tensor) -> None:
-    place: Place = param.place
-    if value.shape != place.shape:
-        shapes = f"{tuple(place.shape)} and was set to a {tuple(value.shape)}"
-        raise StateError(f"the data of parameter {place.name!r} is {shapes}: a sharded parameter keeps its shape")
+    name, shape = param.place.name, param.place.shape
+    if value.shape != shape:
+        raise StateError(
+            f"the data of {name!r} is {tuple(shape)} and was set to a {tuple(value.shape)}: keep its shape"
+        )
     with torch.no_grad():
         param.copy_(value)
 

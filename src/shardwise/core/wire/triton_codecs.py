@@ -26,7 +26,7 @@ _NEAREST = tl.constexpr(1.5 * 2.0**23)
 _PAYLOAD = {"int8": torch.uint8, "int4": torch.uint8, "e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 _PLAIN = {"bf16": torch.bfloat16, "fp16": torch.float16}
 # Each thread has 16 or 32 elements of a tile, so that it reads and writes 16 bytes or a multiple of that at a time.
-_NUM_WARPS = 4
+_LAUNCH = {"num_warps": 4, "enable_fp_fusion": False}
 _ENCODED_ELEMS = 4096
 _DECODED_ELEMS = 2048
 
@@ -56,8 +56,7 @@ def encode(codec: Codec, values: Tensor, rows: Tensor, seed: int) -> None:
         IS_LONG=_is_long(num_elems),
         BLOCK=codec.block,
         NUM_BLOCKS=num_blocks,
-        num_warps=_NUM_WARPS,
-        enable_fp_fusion=False,
+        **_LAUNCH,
     )
 
 
@@ -88,8 +87,7 @@ def decode(codec: Codec, rows: Tensor, out: Tensor, is_sum: bool) -> None:
         IS_LONG=_is_long(num_elems),
         BLOCK=codec.block,
         NUM_BLOCKS=_DECODED_ELEMS // codec.block,
-        num_warps=_NUM_WARPS,
-        enable_fp_fusion=False,
+        **_LAUNCH,
     )
 
 
