@@ -13,20 +13,19 @@ from torch import Tensor
 from ..offload.host_memory import OffloadedState
 from ..schedule.flat import Flat, Hop
 from ..schedule.state_bytes import LOST
+from ..wire.codec import Codec, encoded_bytes
 from ..wire.collectives import (
     Channel,
     InFlight,
     Step,
     finish,
-    rows_in_flight,
     start_all_gather,
     start_all_reduce,
-    start_encoded_reduce_scatter,
+    start_exchange_of_rows,
     start_gather_of_rows,
-    start_gather_of_sums,
     start_reduce_scatter,
 )
-from ..wire.reference_codecs import decode
+from ..wire.reference_codecs import decode, decode_sum, encode
 
 STARTERS = {
     "all_gather": start_all_gather,
@@ -81,25 +80,45 @@ class Carrier:
         for step in self.steps(buffer, depth, hops, channels, rows):
             finish(step())
 
-    def _start_encoded(self, part: Tensor, hop: Hop, channel: Channel, rows: Tensor, out: Tensor) -> InFlight:
-        codec = self._flat.grads_codec
-        assert codec is not None
+    def _start_encoded(self, part: Tensor, hop: Hop, channel: Channel, scratch: Tensor, out: Tensor) -> InFlight:
+        """Start to sum this rank's part of `part` over the ranks into `out`, or to average it if the channel does."""
+        codec, sent, received = self._rows_in(scratch, part, channel)
         if hop in self.lost:
             part.add_(self.lost[hop])
-        flight = start_encoded_reduce_scatter(channel, part, codec, self.unit_name, out, rows, self.next_seed())
+        encode(codec, part, sent, self.next_seed())
+        flight = start_exchange_of_rows(channel, sent, received, codec, self.unit_name)
+
+        def sum_rows() -> None:
+            decode_sum(codec, received, out)
+            if channel.averages:
+                out.mul_(1.0 / channel.num_ranks)
+
+        flight.then = sum_rows
         if codec.has_feedback:
             # Save the encoding error for the next gradient. Values that are not finite are sent as such: no error.
             if hop not in self.lost:
                 self.lost[hop] = torch.empty(part.numel(), dtype=LOST.torch, device=part.device)
-            lost, (sent, _) = self.lost[hop], rows_in_flight(channel, part, codec, rows)
-            decode(codec, sent, lost)
-            torch.sub(part, lost, out=lost).nan_to_num_(0.0, 0.0, 0.0)
+            decode(codec, sent, self.lost[hop])
+            torch.sub(part, self.lost[hop], out=self.lost[hop]).nan_to_num_(0.0, 0.0, 0.0)
         return flight
 
-    def _start_gather_of_sums(self, part: Tensor, channel: Channel, rows: Tensor) -> InFlight:
+    def _start_gather_of_sums(self, part: Tensor, channel: Channel, scratch: Tensor) -> InFlight:
+        """Start, after the reduce-scatter of `part`, to gather its parts: the same bits on every rank."""
+        codec, rows, _ = self._rows_in(scratch, part, channel)
+        own = part.view(channel.num_ranks, -1)[channel.index]
+        encode(codec, own, rows[channel.index :][:1], self.next_seed())
+        flight = start_gather_of_rows(channel, rows, codec, self.unit_name)
+        flight.then = partial(decode, codec, rows, part)
+        return flight
+
+    def _rows_in(self, scratch: Tensor, part: Tensor, channel: Channel) -> tuple[Codec, Tensor, Tensor]:
+        """The codec, and the rows of a reduction in scratch memory: those that are sent, and those that are received.
+        They are in use until the collective is finished."""
         codec = self._flat.grads_codec
         assert codec is not None
-        return start_gather_of_sums(channel, part, codec, self.unit_name, rows, self.next_seed())
+        size = channel.num_ranks * encoded_bytes(codec, part.numel() // channel.num_ranks)
+        sent, received = scratch[: 2 * size].view(2, channel.num_ranks, -1)
+        return codec, sent, received
 
     def next_seed(self) -> int:
         """A different seed for every encoding on every rank."""

@@ -8,7 +8,7 @@ Encoded, a buffer of N equal parts is N rows of bytes, one for each part, each e
 buffer is made of whole rows. Rows are gathered over one axis after the other, and decoded once, at the end. A reduction
 sends every rank the rows of its own part (an all-to-all), decodes the rows of all ranks and sums them in fp32: there is
 one encoding for each hop, and no rank receives more than it needs. A sum that every rank needs is encoded once more and
-gathered. `scratch` is memory for the rows in flight (`Flat.exchanged_bytes`), in use until the collective is finished.
+gathered. `Carrier` encodes and decodes.
 """
 
 from collections import deque
@@ -24,10 +24,9 @@ from torch._C._distributed_c10d import AllgatherOptions, AllreduceOptions, AllTo
 from torch.distributed.distributed_c10d import _get_object_coll_device, _object_to_tensor, _tensor_to_object
 
 from ...base.errors import WireError
-from .codec import Codec, encoded_bytes
+from .codec import Codec
 from .ledger import Call, Kind, Ledger, describe_call
 from .rank_watch import SLICE, Watch
-from .reference_codecs import decode, decode_sum, encode
 
 # The groups' own methods: the functions of torch.distributed around them cost a dozen Python calls each. torch 2.13
 # renamed the flat collectives; 2.11 has only the older names.
@@ -158,39 +157,10 @@ def start_gather_of_rows(channel: Channel, rows: Tensor, codec: Codec, what: str
     return _start(flight, _ALL_GATHER, flight.buffer, _own_part(channel, flight.buffer), _GATHER)
 
 
-def start_encoded_reduce_scatter(
-    channel: Channel, buffer: Tensor, codec: Codec, what: str, out: Tensor, scratch: Tensor, seed: int
-) -> InFlight:
-    """Start to sum this rank's part of `buffer` over the ranks into `out`, or to average it if the channel does."""
-    sent, received = rows_in_flight(channel, buffer, codec, scratch)
-    encode(codec, buffer, sent, seed)
+def start_exchange_of_rows(channel: Channel, sent: Tensor, received: Tensor, codec: Codec, what: str) -> InFlight:
+    """Send every rank the row of its part: this rank receives its own part of each rank's buffer, in their order."""
     flight = _flight_of_rows("reduce_scatter", channel, sent, codec, what)
-
-    def sum_rows() -> None:
-        decode_sum(codec, received, out)
-        if channel.averages:
-            out.mul_(1.0 / channel.num_ranks)
-
-    flight.then = sum_rows
-    # Every rank receives its own part of each rank's buffer, in the order of the ranks.
     return _start(flight, _ALL_TO_ALL, received.view(-1), flight.buffer, [], [], _EXCHANGE)
-
-
-def start_gather_of_sums(
-    channel: Channel, buffer: Tensor, codec: Codec, what: str, scratch: Tensor, seed: int
-) -> InFlight:
-    """Start, after the reduce-scatter of `buffer`, to gather its parts into `buffer`: the same bits on every rank."""
-    rows, _ = rows_in_flight(channel, buffer, codec, scratch)
-    encode(codec, _own_part(channel, buffer), rows[channel.index :][:1], seed)
-    flight = start_gather_of_rows(channel, rows, codec, what)
-    flight.then = partial(decode, codec, rows, buffer)
-    return flight
-
-
-def rows_in_flight(channel: Channel, buffer: Tensor, codec: Codec, scratch: Tensor) -> Tensor:
-    """The rows of a reduction in scratch memory: those that are sent, and those that are received."""
-    size = channel.num_ranks * encoded_bytes(codec, buffer.numel() // channel.num_ranks)
-    return scratch[: 2 * size].view(2, channel.num_ranks, -1)
 
 
 def _flight_of_rows(kind: Kind, channel: Channel, rows: Tensor, codec: Codec, what: str) -> InFlight:
