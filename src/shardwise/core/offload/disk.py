@@ -178,7 +178,8 @@ class Disk:
             raise StoreError(f"bytes {at} to {stop} are not all in {region.what}, which has {region.num_bytes}")
         cuts = list(region.cuts(at, stop, tensor.data_ptr()))
         pending = Pending(at, stop, is_put, len(cuts))
-        memory = memory_of(tensor)
+        # This view does not keep the memory alive.
+        memory = memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
         with self._lock:
             _raise(self._failures)
             if region.is_new and not is_put and cuts:
@@ -279,11 +280,6 @@ def _raise(failures: Sequence[BaseException]) -> None:
     """Raise the first failure, if there is one."""
     if failures:
         raise StoreError(str(failures[0])) from failures[0]
-
-
-def memory_of(tensor: Tensor) -> memoryview:
-    """A view of the bytes of a contiguous tensor on the host. The view does not keep the memory alive."""
-    return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
 
 
 def _blocks(start: int, memory: memoryview) -> slice:

@@ -240,10 +240,8 @@ class Watch:
         if self.verdict:
             self.order.stop()
             return
-        asks = False
-        if wait is not None:
-            patience_s = ANNOUNCED_S if wait.doing == "announcing" else 2 * ANNOUNCED_S
-            asks = time.monotonic() - wait.since_s > min(self._limits.hang_s, patience_s)
+        patience_s = ANNOUNCED_S if wait is not None and wait.doing == "announcing" else 2 * ANNOUNCED_S
+        asks = wait is not None and time.monotonic() - wait.since_s > min(self._limits.hang_s, patience_s)
         num_asked = store.add("asked", 1 if asks else 0)
         if num_asked > self._num_answered:
             self._num_answered = num_asked
@@ -293,21 +291,14 @@ class Watch:
                 found[rank] = f"rank {rank} has left: {self._store.get(f'left/{rank}').decode()}"
         return found
 
-    def _states(self, num_asked: int) -> dict[int, State]:
-        """The ranks' answers, unless they are older than the previous question."""
-        found: dict[int, State] = {}
+    def _judge_all(self, num_asked: int) -> None:
+        wait, states = self._wait, dict[int, State]()
         for rank in range(self.num_ranks):
             if self._store.check([f"state/{rank}"]):
                 state = State(**json.loads(self._store.get(f"state/{rank}")))
-                if state.asked >= num_asked - 2 * self.num_ranks:
-                    found[rank] = state
-        return found
-
-    def _judge_all(self, num_asked: int) -> None:
-        wait = self._wait
-        states = self._states(num_asked)
-        gone = self._gone(states)
-        passed = self.order.num_passed
+                if state.asked >= num_asked - 2 * self.num_ranks:  # else it is older than the previous question
+                    states[rank] = state
+        gone, passed = self._gone(states), self.order.num_passed
         if wait is None or wait is not self._wait:
             return  # it has gone on meanwhile
         self._stopped = Counter({rank: self._stopped[rank] + 1 for state in states.values() for rank in state.stopped})
