@@ -15,9 +15,11 @@ from ...core.schedule.model import ROOT, UnitSpec
 from ..shapes.shape import ModelShape, targets_of, units_of
 from ..training import Loss, Training
 from . import blocks
-from .tape import Block, Buffers, Gradients, Habits, Tape, Tensor, Weight, measure
+from .tape import Block, Gradients, Habits, Kernel, Tape, Tensor, Weight, measure
 from .work import Product, Work, chain, embedding_scratch_bytes, rounded
 
+LOSS = "loss"
+_INDEX_BYTES = 8
 # Same values as in trainer/loss.py, which imports torch.
 CHUNK_LOGITS_BYTES = 256 * 2**20
 CHUNK_MULTIPLE = 64
@@ -43,8 +45,8 @@ class Head:
     def _plain(self, t: Tape, states: Tensor) -> Tensor:
         logits = blocks.linear(t, states, (self.hidden, self.vocab), "lm_head", plain=self.is_plain)
         del states
-        scores = t.op([blocks.cast(t, logits, 4)], logits.num_elems, itemsize=4, buffers=Buffers(saves_result=True))
-        return t.op([scores], 1, itemsize=4, saves=[scores])
+        scores = t.op([blocks.cast(t, logits, 4)], kernel=Kernel(saves_result=True))
+        return t.op([scores], 1, saves=[scores])
 
     def _chunked(self, t: Tape, states: Tensor) -> Tensor:
         weight = t.habits.weight(self.hidden * self.vocab)
@@ -111,14 +113,6 @@ def end(shape: ModelShape, loss: Loss, is_ours: bool, t: Tape, x: Tensor) -> Ten
     return head(t, states)
 
 
-LOSS = "loss"
-
-_EMBEDDINGS = ("embed", "embed_tokens", "wte")
-_POSITIONS = ("wpe",)
-_HEADS = ("head", "lm_head")
-_INDEX_BYTES = 8
-
-
 def works_of(shape: ModelShape, training: Training) -> dict[str, Work]:
     """Return work by unit name, in the order of execution, with `LOSS` last if the head is no unit."""
     return dict(_works(shape, replace(training, num_micro_batches=1, optimizer="adamw", reduce=None)))
@@ -126,12 +120,24 @@ def works_of(shape: ModelShape, training: Training) -> dict[str, Work]:
 
 @cache
 def _works(shape: ModelShape, training: Training) -> tuple[tuple[str, Work], ...]:
-    habits, itemsize = habits_of(shape, training), training.formats.compute.itemsize
+    is_ours, itemsize = training.engine == "shardwise", training.formats.compute.itemsize
+    habits = Habits(
+        writes_directly=is_ours,
+        is_fused=training.compile,
+        keeps_every_second=training.engine == "fsdp2",
+        rank=training.lora.r if training.lora else 0,
+        targets=targets_of(shape, training.lora) if training.lora else (),
+        batch=training.micro_batch,
+        seq=training.seq,
+    )
     units = units_of(shape, training.lora)
-    embed, positions, head = (_find_unit(units, names) for names in (_EMBEDDINGS, _POSITIONS, _HEADS))
+    # Units outside of blocks, by the last part of their path.
+    leaves = {unit.path.rpartition(".")[2]: unit.name for unit in reversed(units)}
+    embed = leaves.get("embed") or leaves.get("embed_tokens") or leaves.get("wte")
+    positions, head = leaves.get("wpe"), leaves.get("head") or leaves.get("lm_head")
     block_names = [unit.name for unit in units if unit.path.rpartition(".")[2].isdigit()]
     num_elems = training.num_tokens * shape.hidden
-    block = block_of(shape, training.engine == "shardwise")
+    block = block_of(shape, is_ours)
     run_block = partial(measure, block, num_elems, itemsize, habits, checkpointing=training.checkpointing)
     other_block = run_block()
     # With adapters, the input of the first block has no gradient.
@@ -149,22 +155,10 @@ def _works(shape: ModelShape, training: Training) -> tuple[tuple[str, Work], ...
     if not block_names:
         works[ROOT] = chain([works[ROOT], first_block, *[other_block] * (shape.layers - 1)])
     # Blocks may be compiled; the model around them is not.
-    run_end = partial(end, shape, training.loss, training.engine == "shardwise")
+    run_end = partial(end, shape, training.loss, is_ours)
     works[head or LOSS] = measure(run_end, num_elems, itemsize, replace(habits, is_fused=False), kind="loss")
     names = {unit.name for unit in units}
     return tuple((name, work) for name, work in works.items() if name in names or name == LOSS)
-
-
-def habits_of(shape: ModelShape, training: Training) -> Habits:
-    return Habits(
-        writes_directly=training.engine == "shardwise",
-        is_fused=training.compile,
-        keeps_every_second=training.engine == "fsdp2",
-        rank=training.lora.r if training.lora else 0,
-        targets=targets_of(shape, training.lora) if training.lora else (),
-        batch=training.micro_batch,
-        seq=training.seq,
-    )
 
 
 def _beginning(shape: ModelShape, training: Training, embedding_work: Work | None) -> Work:
@@ -190,7 +184,7 @@ def _embedding(shape: ModelShape, training: Training, num_rows: int) -> Work:
     def look_up(t: Tape, x: Tensor) -> Tensor:
         scratch = embedding_scratch_bytes(training.num_tokens, num_rows, shape.hidden)
         weight = Weight(num_rows * shape.hidden, training.lora is None)
-        return t.op([x], num_elems, weights=[weight], buffers=Buffers(scratch_bytes=scratch))
+        return t.op([x], num_elems, weights=[weight], kernel=Kernel(scratch_bytes=scratch))
 
     work = measure(look_up, 0, training.formats.compute.itemsize, needs_input_grad=False)
     return replace(work, moved_bytes=float(2 * work.output_bytes))
@@ -203,10 +197,6 @@ def shared_out(work: Work, block: str, units: Sequence[UnitSpec]) -> dict[str, W
              for unit in units if unit.path == block or unit.path.startswith(f"{block}.")}  # fmt: skip
     largest = max(num_elems, key=lambda name: num_elems[name])
     return {name: work if name == largest else Work(0, 0, 0, work.output_bytes) for name in num_elems}
-
-
-def _find_unit(units: list[UnitSpec], leaves: tuple[str, ...]) -> str | None:
-    return next((unit.name for unit in units if unit.path.rpartition(".")[2] in leaves), None)
 
 
 def block_of(shape: ModelShape, is_ours: bool) -> Block:

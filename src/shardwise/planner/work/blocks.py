@@ -10,7 +10,7 @@ from dataclasses import replace
 from functools import partial
 
 from ..shapes.shape import ModelShape
-from .tape import Arithmetic, Buffers, Tape, Tensor, Weight
+from .tape import Kernel, Tape, Tensor, Weight
 from .work import ROUND_BYTES, AttentionShape, Product, rounded
 
 
@@ -20,124 +20,97 @@ def linear(
 ) -> Tensor:  # fmt: skip
     """Run a projection, with its adapter if it has one. Not `plain`: autograd makes its gradient (GPT-2's Conv1D).
     If there are several weights of this size, each one processes a part of the rows."""
-    habits = tape.habits
-    out = _product(tape, x, fan, habits.rank == 0, habits.is_direct and plain, bias, num_weights)
-    if not habits.rank or name not in habits.targets:
+    rank = tape.habits.rank
+    out = _product(tape, x, fan, rank == 0, plain, bias, num_weights)
+    if not rank or name not in tape.habits.targets:
         return out
-    narrow = _product(tape, x, (fan[0], habits.rank), True, habits.is_direct)
-    return add(tape, out, scale(tape, _product(tape, narrow, (habits.rank, fan[1]), True, habits.is_direct)))
+    narrow = _product(tape, x, (fan[0], rank))
+    return add(tape, out, scale(tape, _product(tape, narrow, (rank, fan[1]))))
 
 
 def _product(
-    tape: Tape, x: Tensor, fan: tuple[int, int], trainable: bool, is_direct: bool, bias: bool = False,
+    tape: Tape, x: Tensor, fan: tuple[int, int], trainable: bool = True, plain: bool = True, bias: bool = False,
     num_weights: int = 1,
 ) -> Tensor:  # fmt: skip
     width, new_width = fan
     rows = x.num_elems // width
-    weights = [Weight(num_weights * width * new_width, trainable, is_direct)]
-    product = Product(rows // num_weights, new_width, width, num_weights, trainable)
-    return tape.op(
-        [x],
-        rows * new_width,
-        saves=[x] if trainable else (),
-        weights=[*weights, Weight(new_width, trainable)] if bias else weights,
-        arithmetic=Arithmetic(is_kept=_is_kept(tape, width, new_width), product=product),
-    )
-
-
-def _is_kept(tape: Tape, width: int, new_width: int) -> bool:
-    """Return True if selective checkpointing saves the result; our rule is that of trainer/checkpointing.py."""
+    # Selective checkpointing saves some results; our rule is that of trainer/checkpointing.py.
+    is_kept = width < 2 * new_width
     if tape.habits.keeps_every_second or new_width > width:
         tape.num_wide += 1
-        return tape.num_wide % 2 == 1
-    return width < 2 * new_width
+        is_kept = tape.num_wide % 2 == 1
+    weights = [Weight(num_weights * width * new_width, trainable, tape.habits.is_direct and plain)]
+    if bias:
+        weights.append(Weight(new_width, trainable))
+    product = Product(rows // num_weights, new_width, width, num_weights, trainable)
+    kernel = Kernel(product=product, is_kept=is_kept)
+    return tape.op([x], rows * new_width, saves=[x] if trainable else (), weights=weights, kernel=kernel)
 
 
 def rms_norm(tape: Tape, x: Tensor, width: int) -> Tensor:
     """torch's own RMS norm, one kernel."""
-    return _norm(tape, x, width, 4, 1)
+    kernel = Kernel(extra_bytes=4 * (x.num_elems // width))
+    return tape.op([x], saves=[x], weights=[tape.habits.weight(width)], kernel=kernel)
 
 
 def layer_norm(tape: Tape, x: Tensor, width: int, bias: bool = True) -> Tensor:
-    return _norm(tape, x, width, 8, 1 + bias)
-
-
-def _norm(tape: Tape, x: Tensor, width: int, row_bytes: int, num_weights: int) -> Tensor:
-    return tape.op(
-        [x],
-        x.num_elems,
-        itemsize=x.itemsize,
-        saves=[x],
-        weights=[tape.habits.weight(width)] * num_weights,
-        buffers=Buffers(extra_bytes=row_bytes * (x.num_elems // width)),
-    )
+    kernel = Kernel(extra_bytes=8 * (x.num_elems // width))
+    return tape.op([x], saves=[x], weights=[tape.habits.weight(width)] * (1 + bias), kernel=kernel)
 
 
 def llama_norm(tape: Tape, x: Tensor, width: int) -> Tensor:
     """transformers' RMS norm: in fp32, one operation after the other."""
     if tape.habits.is_fused:
         return rms_norm(tape, x, width)
-    rows, wide = x.num_elems // width, 4 * x.num_elems
+    wide = 4 * x.num_elems
     states = cast(tape, x, 4)
-    squares = tape.op([states], x.num_elems, itemsize=4, saves=[states], buffers=Buffers(scratch_bytes=2 * wide))
-    variance = tape.op([squares], rows, itemsize=4)
+    squares = tape.op([states], saves=[states], kernel=Kernel(scratch_bytes=2 * wide))
+    variance = tape.op([squares], x.num_elems // width)
     del squares
-    root = tape.op([scale(tape, variance)], rows, itemsize=4, buffers=Buffers(saves_result=True))
-    states = tape.op([states, root], x.num_elems, itemsize=4, saves=[states, root], buffers=Buffers(scratch_bytes=wide))
+    root = tape.op([scale(tape, variance)], kernel=Kernel(saves_result=True))
+    states = tape.op([states, root], saves=[states, root], kernel=Kernel(scratch_bytes=wide))
     narrow = cast(tape, states, x.itemsize)
     weight = tape.habits.weight(width)
-    return tape.op(
-        [narrow],
-        x.num_elems,
-        itemsize=x.itemsize,
-        saves=[narrow] if weight.trainable else (),
-        weights=[weight],
-        buffers=Buffers(scratch_bytes=narrow.num_bytes if weight.trainable else 0),
-    )
+    if not weight.trainable:
+        return tape.op([narrow], weights=[weight])
+    return tape.op([narrow], saves=[narrow], weights=[weight], kernel=Kernel(scratch_bytes=narrow.num_bytes))
 
 
 def cast(tape: Tape, x: Tensor, itemsize: int) -> Tensor:
-    return x if x.itemsize == itemsize else tape.op([x], x.num_elems, itemsize=itemsize)
+    return x if x.itemsize == itemsize else tape.op([x], itemsize=itemsize)
 
 
 def scale(tape: Tape, x: Tensor) -> Tensor:
     """Multiply by something without a gradient; also a negation, or a sum with a number."""
-    return tape.op([x], x.num_elems, itemsize=x.itemsize)
+    return tape.op([x])
 
 
 def add(tape: Tape, a: Tensor, b: Tensor) -> Tensor:
-    return tape.op([a, b], a.num_elems, itemsize=a.itemsize, passes=[True, True])
-
-
-def subtract(tape: Tape, a: Tensor, b: Tensor) -> Tensor:
-    return tape.op([a, b], a.num_elems, itemsize=a.itemsize, passes=[True, False])
+    return tape.op([a, b], num_passed=2)
 
 
 def multiply(tape: Tape, a: Tensor, b: Tensor) -> Tensor:
-    saves = [kept for kept, other in ((a, b), (b, a)) if other.node is not None]
-    return tape.op([a, b], a.num_elems, itemsize=a.itemsize, saves=saves)
+    return tape.op([a, b], saves=[saved for saved, other in ((a, b), (b, a)) if other.node is not None])
 
 
 def activation(tape: Tape, x: Tensor) -> Tensor:
     """Apply SiLU or GELU, which save their input."""
-    return tape.op([x], x.num_elems, itemsize=x.itemsize, saves=[x])
+    return tape.op([x], saves=[x])
 
 
 def gated(tape: Tape, gate: Tensor, up: Tensor) -> Tensor:
     """Compute activation(gate) * up in one kernel."""
-    return tape.op([gate, up], gate.num_elems, saves=[gate, up])
+    return tape.op([gate, up], saves=[gate, up])
 
 
 def softmax(tape: Tape, x: Tensor) -> Tensor:
     """Apply softmax. Its backward on a GPU begins with a product of the gradient and the result."""
-    return tape.op([x], x.num_elems, itemsize=x.itemsize, buffers=Buffers(saves_result=True, scratch_bytes=x.num_bytes))
+    return tape.op([x], kernel=Kernel(saves_result=True, scratch_bytes=x.num_bytes))
 
 
 def dropout(tape: Tape, x: Tensor) -> Tensor:
     """Apply dropout, which saves a mask of one byte per element. A fused one draws the mask again."""
-    return tape.op(
-        [x], x.num_elems, itemsize=x.itemsize, buffers=Buffers(extra_bytes=0 if tape.habits.is_fused else x.num_elems)
-    )
+    return tape.op([x], kernel=Kernel(extra_bytes=0 if tape.habits.is_fused else x.num_elems))
 
 
 def gelu_tanh(tape: Tape, x: Tensor) -> Tensor:
@@ -145,14 +118,14 @@ def gelu_tanh(tape: Tape, x: Tensor) -> Tensor:
     if tape.habits.is_fused:
         return activation(tape, x)
     half = scale(tape, x)
-    cube = tape.op([x], x.num_elems, saves=[x], buffers=Buffers(scratch_bytes=2 * x.num_bytes))
+    cube = tape.op([x], saves=[x], kernel=Kernel(scratch_bytes=2 * x.num_bytes))
     # Each intermediate result is freed once the next exists.
     part = scale(tape, cube)
     del cube
     part = add(tape, x, part)
     part = scale(tape, part)
-    part = tape.op([part], x.num_elems, buffers=Buffers(saves_result=True))
-    part = tape.op([part], x.num_elems, passes=[True])
+    part = tape.op([part], kernel=Kernel(saves_result=True))
+    part = tape.op([part], num_passed=1)
     return multiply(tape, half, part)
 
 
@@ -168,13 +141,8 @@ def attention(tape: Tape, model: ModelShape, query: Tensor, key: Tensor, value: 
         return _written_out(tape, shape, query, key, value)
     # For the backward: the log-sum-exp of each row in fp32, and the state of a random generator.
     extra_bytes = rounded(4 * shape.batch * shape.heads * shape.seq) + 2 * ROUND_BYTES
-    return tape.op(
-        [query, key, value],
-        query.num_elems,
-        saves=[query, key, value],
-        buffers=Buffers(True, extra_bytes, shape.scratch_bytes),
-        arithmetic=Arithmetic(is_kept=True, attention_flops=shape.flops),
-    )
+    kernel = Kernel(True, extra_bytes, shape.scratch_bytes, attention_flops=shape.flops, is_kept=True)
+    return tape.op([query, key, value], saves=[query, key, value], kernel=kernel)
 
 
 def _written_out(tape: Tape, shape: AttentionShape, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -184,20 +152,14 @@ def _written_out(tape: Tape, shape: AttentionShape, query: Tensor, key: Tensor, 
     mask = tape.new(shape.seq * shape.seq)
     key, value = (tape.op([part], query.num_elems) for part in (key, value))
     scaled_key = scale(tape, key)
-    flops = shape.flops  # half of both products, i.e. one of them
-    scores = tape.op(
-        [scaled, scaled_key], num_scores, saves=[scaled, scaled_key], arithmetic=Arithmetic(attention_flops=flops)
-    )
-    scores = tape.op([scores], num_scores, passes=[True])
+    # `flops`: half of both products, i.e. one of them.
+    kernel = Kernel(attention_flops=shape.flops)
+    scores = tape.op([scaled, scaled_key], num_scores, saves=[scaled, scaled_key], kernel=kernel)
+    scores = tape.op([scores], num_passed=1)
     scratch = tape.new(num_scores, 1)  # one byte of mask for each score
     shares = softmax(tape, scores)
     del scores, scratch
-    mixed = tape.op(
-        [shares, value],
-        query.num_elems,
-        saves=[shares, value],
-        arithmetic=Arithmetic(attention_flops=flops, is_kept=True),
-    )
+    mixed = tape.op([shares, value], query.num_elems, saves=[shares, value], kernel=replace(kernel, is_kept=True))
     del mask
     return mixed
 
@@ -208,10 +170,11 @@ def rotate(tape: Tape, x: Tensor) -> Tensor:
         return scale(tape, x)
     # A view puts heads before positions. The gradient has the other memory layout, and is copied once.
     turned_view = tape.view(x, is_copied_back=True)
-    first, second = tape.split(cast(tape, turned_view, 4), 2)
+    first, second = tape.split(cast(tape, turned_view, 4), (1, 1))
+    # A difference hands its gradient on to its first input only. No variable holds the parts while they are cast.
     turned = tape.cat(
         (
-            subtract(tape, scale(tape, first), scale(tape, second)),
+            tape.op([scale(tape, first), scale(tape, second)], num_passed=1),
             add(tape, scale(tape, second), scale(tape, first)),
         )
     )
@@ -242,22 +205,19 @@ def _in_tree_attention(shape: ModelShape, t: Tape, x: Tensor) -> Tensor:
     key = rotate(t, linear(t, x, (shape.hidden, shape.kv_width), "key"))
     value = linear(t, x, (shape.hidden, shape.kv_width), "value")
     mixed = attention(t, shape, query, key, value)
-    if attention_shape(t, shape).kernel != "efficient":
-        # The result of attention is stored head by head, like the queries, and is copied to be stored token by token.
-        flat = t.op([mixed], mixed.num_elems, passes=[True])
-        return linear(t, flat, (shape.query_width, shape.hidden), "out")
-    return linear(t, mixed, (shape.query_width, shape.hidden), "out")
+    # The result of attention is stored head by head, like the queries, and is copied to be stored token by token.
+    is_copied = attention_shape(t, shape).kernel != "efficient"
+    return linear(t, t.op([mixed], num_passed=1) if is_copied else mixed, (shape.query_width, shape.hidden), "out")
 
 
 def gated_ffn(shape: ModelShape, t: Tape, x: Tensor, names: tuple[str, str, str]) -> Tensor:
-    hidden, ffn, bias = shape.hidden, shape.ffn, shape.bias
+    fan, bias = (shape.hidden, shape.ffn), shape.bias
     gate, up, down = names
-    fan = hidden, ffn
     if t.habits.is_fused:
         mixed = gated(t, linear(t, x, fan, gate, bias), linear(t, x, fan, up, bias))
     else:
         mixed = multiply(t, activation(t, linear(t, x, fan, gate, bias)), linear(t, x, fan, up, bias))
-    return linear(t, mixed, (ffn, hidden), down, bias)
+    return linear(t, mixed, fan[::-1], down, bias)
 
 
 def llama_block(shape: ModelShape, t: Tape, x: Tensor) -> Tensor:
@@ -313,13 +273,13 @@ def _experts(shape: ModelShape, t: Tape, x: Tensor) -> Tensor:
     weights = shape.num_experts
     both = linear(t, sent, (shape.hidden, 2 * ffn if shape.gated else ffn), "experts", plain=False, num_weights=weights)
     if shape.gated:
-        gate, up = t.split(both, 2)
+        gate, up = t.split(both, (1, 1))
         mixed = gated(t, gate, up) if t.habits.is_fused else multiply(t, activation(t, gate), up)
         del gate, up
     else:
         mixed = activation(t, both)
     out = linear(t, mixed, (ffn, shape.hidden), "experts", plain=False, num_weights=weights)
-    weighted = t.op([out, chosen], out.num_elems, saves=[out, chosen], buffers=Buffers(scratch_bytes=out.num_bytes))
+    weighted = t.op([out, chosen], saves=[out, chosen], kernel=Kernel(scratch_bytes=out.num_bytes))
     del out, both, mixed, sent
     return t.op([weighted], x.num_elems)
 
@@ -337,12 +297,9 @@ def gpt_block(shape: ModelShape, t: Tape, x: Tensor) -> Tensor:
 
 
 def _gpt_attention(shape: ModelShape, t: Tape, x: Tensor) -> Tensor:
-    sizes = shape.query_width, shape.kv_width, shape.kv_width
-    num_rows = x.num_elems // shape.hidden
-    query, key, value = t.split_at(
-        linear(t, x, (shape.hidden, sum(sizes)), "c_attn", shape.qkv_bias, plain=False),
-        [num_rows * size for size in sizes],
-    )
+    widths = shape.query_width, shape.kv_width, shape.kv_width
+    fan = shape.hidden, sum(widths)
+    query, key, value = t.split(linear(t, x, fan, "c_attn", shape.qkv_bias, plain=False), widths)
     mixed = attention(t, shape, query, key, value)
     mixed = linear(t, mixed, (shape.query_width, shape.hidden), "c_proj", shape.bias, plain=False)
     return dropout(t, mixed)
@@ -377,10 +334,10 @@ def _complex_rotated(t: Tape, x: Tensor) -> Tensor:
 
 def mpt_block(shape: ModelShape, t: Tape, x: Tensor) -> Tensor:
     """llm-foundry's block, with 16-bit layer norms and flash attention; one product makes queries, keys and values."""
-    num_rows = x.num_elems // shape.hidden
+    widths = shape.query_width, shape.kv_width, shape.kv_width
     normed = layer_norm(t, x, shape.hidden, bias=shape.norm_bias)
-    fused = linear(t, normed, (shape.hidden, shape.query_width + 2 * shape.kv_width), bias=shape.qkv_bias)
-    parts = t.split_at(fused, [num_rows * shape.query_width, *[num_rows * shape.kv_width] * 2])
+    fused = linear(t, normed, (shape.hidden, sum(widths)), bias=shape.qkv_bias)
+    parts = t.split(fused, widths)
     del normed, fused
     mixed = attention(t, shape, *parts)
     del parts

@@ -35,13 +35,6 @@ def tensors_in(values: Any) -> list[Tensor]:
     return [part for part in tree_leaves(values) if isinstance(part, Tensor)]
 
 
-def laid_out(query: Tensor, shape: AttentionShape) -> Tensor:
-    """Return a result of attention with its strides on a GPU: those of dense queries, else token by token."""
-    rows = query.transpose(1, 2)
-    like = torch.empty(rows.shape, dtype=rows.dtype, device="meta") if shape.kernel == "efficient" else rows
-    return torch.empty_like(like).transpose(1, 2)
-
-
 def attention_shape(query: Tensor, key: Tensor) -> AttentionShape:
     batch, heads, seq, head_dim = query.shape
     return AttentionShape(batch, seq, heads, key.shape[1], head_dim, query.element_size())
@@ -142,7 +135,7 @@ class Counting(TorchDispatchMode, Meter):
         TorchDispatchMode.__init__(self)
         Meter.__init__(self)
         self._known: set[int] = set()
-        self._external: list[Any] = []
+        self._not_counted: list[Any] = []
         self._frozen: set[int] = set()
         self._depth = 0
 
@@ -164,17 +157,24 @@ class Counting(TorchDispatchMode, Meter):
         for tensor in tensors_in(tensors):
             storage = tensor.untyped_storage()
             self._known.add(storage._cdata)
-            self._external.append(storage)
+            self._not_counted.append(storage)
             if not tensor.requires_grad:
                 self._frozen.add(storage._cdata)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func is torch.ops.aten.add.Tensor and not self._depth and _is_accumulation(args):
-            return args[0]
+        if func is torch.ops.aten.add.Tensor and not self._depth and torch._C._current_graph_task_id() != -1:
+            # Autograd adds to a gradient that nothing else holds in place.
+            num_references = args[0]._use_count(), torch._C._storage_Use_Count(args[0].untyped_storage()._cdata)
+            if num_references == _NUM_OWN_REFERENCES:
+                return args[0]
         result = func(*args, **kwargs)
         if func is _ATTENTION:
-            result = laid_out(args[0], attention_shape(args[0], args[1])), *result[1:]
+            # The strides of a GPU's result: those of dense queries, else token by token.
+            rows = args[0].transpose(1, 2)
+            is_efficient = attention_shape(args[0], args[1]).kernel == "efficient"
+            like = torch.empty(rows.shape, dtype=rows.dtype, device="meta") if is_efficient else rows
+            result = torch.empty_like(like).transpose(1, 2), *result[1:]
         are_new = [self._count(tensor.untyped_storage()) for tensor in tensors_in(result)]
         self.peak = max(self.peak, self.live + _scratch_bytes(func, args, result))
         if any(are_new) and self._depth:
@@ -225,12 +225,6 @@ def _scratch_bytes(func: Any, args: Any, result: Any) -> int:
     if func is torch.ops.aten._safe_softmax.default:
         return int(result.numel())
     return int(result.nbytes) if func is torch.ops.aten._softmax_backward_data.default else 0
-
-
-def _is_accumulation(args: Any) -> bool:
-    """Return True if autograd adds a gradient to one that nothing else holds: it then does so in place."""
-    num_references = args[0]._use_count(), torch._C._storage_Use_Count(args[0].untyped_storage()._cdata)
-    return torch._C._current_graph_task_id() != -1 and num_references == _NUM_OWN_REFERENCES
 
 
 class _Source(torch.autograd.Function):
@@ -355,7 +349,9 @@ def probe_works(
     }
     model = on_meta(model, compute)
     modules = dict(model.named_modules())
-    stand_ins = StandIns(_plain_weights(model) if writes_directly else frozenset())
+    # The engine's layers write the gradients of these weights directly (core/engine/direct_gradients.py).
+    plain = [part for part in modules.values() if isinstance(part, nn.Linear) and _is_plain(part)]
+    stand_ins = StandIns(frozenset(part.weight for part in plain if writes_directly and part.weight.requires_grad))
     tokens = torch.zeros(batch, seq, dtype=torch.int64, device="meta")
     calls = _calls_of(model, {path: modules[path] for path in (*leaves, *owners) if path}, tokens, stand_ins)
     blocks = [index for index, call in enumerate(calls) if call.path in leaves and _is_block(call.path)]
@@ -366,10 +362,8 @@ def probe_works(
     for index, call in enumerate(calls):
         module: Any = modules[call.path]
         if call.path == head and index == len(calls) - 1:
-            trains = module.weight.requires_grad
-            habits = Habits(writes_directly, rank=0 if trains else 1)
-            is_plain = head in leaves and type(module).forward is nn.Linear.forward
-            projection = Head(module.in_features, module.out_features, loss, is_plain)
+            habits = Habits(writes_directly, rank=0 if module.weight.requires_grad else 1)
+            projection = Head(module.in_features, module.out_features, loss, head in leaves and _is_plain(module))
             work = measure(projection, tokens.numel() * module.in_features, compute.itemsize, habits, kind="loss")
         else:
             if call.kind not in known:
@@ -391,12 +385,10 @@ def probe_works(
 
 def on_meta(model: nn.Module, compute: torch.dtype) -> nn.Module:
     """Return a copy on the meta device with parameters in the compute dtype; the model itself is not changed."""
-    memo: dict[int, Any] = {}
+    memo: dict[int, Any] = {id(buffer): buffer.to("meta") for buffer in model.buffers()}
     for param in model.parameters():
         empty = torch.empty(param.shape, dtype=compute, device="meta")
         memo[id(param)] = nn.Parameter(empty, requires_grad=param.requires_grad)
-    for buffer in model.buffers():
-        memo[id(buffer)] = buffer.to("meta")
     copied = copy.deepcopy(model, memo)
     config: Any = getattr(copied, "config", None)
     if getattr(config, "use_cache", False):
@@ -404,13 +396,8 @@ def on_meta(model: nn.Module, compute: torch.dtype) -> nn.Module:
     return copied
 
 
-def _plain_weights(model: nn.Module) -> frozenset[Tensor]:
-    """Return the weights whose gradients the engine's layers write directly (core/engine/direct_gradients.py)."""
-    return frozenset(
-        module.weight
-        for module in model.modules()
-        if isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward and module.weight.requires_grad
-    )
+def _is_plain(module: nn.Module) -> bool:
+    return type(module).forward is nn.Linear.forward
 
 
 def _calls_of(model: nn.Module, parts: dict[str, nn.Module], tokens: Tensor, stand_ins: StandIns) -> list[_Call]:
@@ -418,23 +405,18 @@ def _calls_of(model: nn.Module, parts: dict[str, nn.Module], tokens: Tensor, sta
     calls: list[_Call] = []
     results: dict[tuple[Any, ...], Any] = {}
 
-    def watched(path: str, module: nn.Module) -> Forward:
-        forward = module.forward
+    def run(path: str, module: nn.Module, forward: Forward, *args: Any, **kwargs: Any) -> Any:
         sizes = tuple((param.shape, param.requires_grad) for param in module.parameters())
-
-        def run(*args: Any, **kwargs: Any) -> Any:
-            inputs = tensors_in((args, kwargs))
-            kind = type(module), sizes, tuple((part.shape, part.dtype, part.requires_grad) for part in inputs)
-            calls.append(_Call(path, args, kwargs, kind))
-            if kind not in results:
-                results[kind] = forward(*args, **kwargs)
-            return results[kind]
-
-        return run
+        inputs = tuple((part.shape, part.dtype, part.requires_grad) for part in tensors_in((args, kwargs)))
+        kind = type(module), sizes, inputs
+        calls.append(_Call(path, args, kwargs, kind))
+        if kind not in results:
+            results[kind] = forward(*args, **kwargs)
+        return results[kind]
 
     originals = {path: module.forward for path, module in parts.items()}
     for path, module in parts.items():
-        module.forward = watched(path, module)
+        module.forward = partial(run, path, module, originals[path])
     with stand_ins:
         model(tokens)
     for path, module in parts.items():

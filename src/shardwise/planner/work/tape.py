@@ -6,12 +6,12 @@ and the graph how long a saved tensor lives. The backward runs nodes in torch's 
 what a node saved once it has run, and adds gradients in place where torch does: if nothing else holds the storage.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
-from typing import Literal
-
-from .work import Meter, Product, Work, rounded
+from ..training import Checkpointing
+from .work import Kind, Meter, Product, Work, rounded
 
 
 class Storage:
@@ -94,28 +94,22 @@ class Habits:
 
 
 @dataclass(frozen=True, slots=True)
-class Buffers:
-    """Memory of an operation besides its inputs and its new result.
+class Kernel:
+    """What an operation allocates besides its inputs and its result, and its FLOP.
 
     `extra_bytes` are saved for the backward (statistics of a norm), `scratch_bytes` live while the backward runs.
+    `is_kept`: selective checkpointing saves the result.
     """
 
     saves_result: bool = False
     extra_bytes: int = 0
     scratch_bytes: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Arithmetic:
-    """FLOP of an operation. `is_kept`: selective checkpointing saves the result."""
-
     product: Product | None = None
     attention_flops: float = 0.0
     is_kept: bool = False
 
 
-NO_BUFFERS = Buffers()
-NO_ARITHMETIC = Arithmetic()
+PLAIN = Kernel()
 USUAL_HABITS = Habits()
 
 Block = Callable[["Tape", Tensor], Tensor]
@@ -161,59 +155,57 @@ class Tape(Meter):
     def op(
         self,
         inputs: Sequence[Tensor],
-        num_elems: int,
+        num_elems: int | None = None,
         *,
         itemsize: int | None = None,
         saves: Sequence[Tensor] = (),
-        passes: Sequence[bool] = (),
+        num_passed: int = 0,
         weights: Sequence[Weight] = (),
-        buffers: Buffers = NO_BUFFERS,
-        arithmetic: Arithmetic = NO_ARITHMETIC,
+        kernel: Kernel = PLAIN,
     ) -> Tensor:
-        """Run an operation with a result of `num_elems`.
+        """Run an operation. Its result is like the first input, unless another size is given.
 
-        An input that `passes` gets the gradient itself; any other gets new memory of its size. Trained weights get a
-        gradient, too.
+        The first `num_passed` inputs get the gradient itself; any other gets new memory of its size. Trained weights
+        get a gradient, too.
         """
-        product, attention_flops, is_kept = arithmetic.product, arithmetic.attention_flops, arithmetic.is_kept
+        num_elems = inputs[0].num_elems if num_elems is None else num_elems
+        itemsize = inputs[0].itemsize if itemsize is None else itemsize
         needs_grad = any(x.node for x in inputs) or any(w.trainable for w in weights)
         node = self.node(inputs) if needs_grad else None
         saved = [tensor.alias() for tensor in saves] if node else []
-        num_saved = len(saved)
-        self._count_saved(num_saved)
-        if is_kept and self.is_replaying and self.kept:
+        self._count_saved(len(saved))
+        if kernel.is_kept and self.is_replaying and self.kept:
             out, *beside = [tensor.alias() for tensor in self.kept.pop(0)]
         else:
             if not self.is_over:
                 self.num_kernels += 1
-                self.attention_flops += attention_flops
-                if product is not None:
-                    self.products.append(product)
-                elif not attention_flops:
-                    out_bytes = num_elems * (self.itemsize if itemsize is None else itemsize)
-                    self.moved_bytes += out_bytes + sum(x.num_bytes for x in inputs)
-            beside = [self.new(buffers.extra_bytes, 1)] if buffers.extra_bytes else []
+                self.attention_flops += kernel.attention_flops
+                if kernel.product is not None:
+                    self.products.append(kernel.product)
+                elif not kernel.attention_flops:
+                    self.moved_bytes += num_elems * itemsize + sum(x.num_bytes for x in inputs)
+            beside = [self.new(kernel.extra_bytes, 1)] if kernel.extra_bytes else []
             out = self.new(num_elems, itemsize)
-            if is_kept and self.kept is not None:
+            if kernel.is_kept and self.kept is not None:
                 self.kept.append([out.alias(), *(tensor.alias() for tensor in beside)])
         if node is None:
             return out
-        if beside or buffers.saves_result:
-            saved += [*beside, *([out.alias()] if buffers.saves_result else [])]
-            self._count_saved(len(beside) + buffers.saves_result)
+        if beside or kernel.saves_result:
+            saved += [*beside, *([out.alias()] if kernel.saves_result else [])]
+            self._count_saved(len(beside) + kernel.saves_result)
         sizes = [(x.num_elems, x.itemsize) if x.node else None for x in inputs]
-        hands_on = [*passes, *[False] * (len(sizes) - len(passes))]
 
         def backward(grads: Gradients) -> list[Tensor | None]:
             grad = grads.pop()
             assert grad is not None
-            scratch = self.new(buffers.scratch_bytes, 1)
+            scratch = self.new(kernel.scratch_bytes, 1)
             found: list[Tensor | None] = []
             for weight in weights:
                 if weight.trainable and not weight.is_direct:
                     self.grads.append(self.new(weight.num_elems))
-            for size, passed in zip(sizes, hands_on, strict=True):
-                found.append(None if size is None else grad.alias(size[0]) if passed else self.new(*size))
+            for index, size in enumerate(sizes):
+                is_passed = index < num_passed
+                found.append(None if size is None else grad.alias(size[0]) if is_passed else self.new(*size))
             del scratch
             return found
 
@@ -226,14 +218,11 @@ class Tape(Meter):
             self.num_saved += num_tensors
             self.num_read = len(self.kept or ())
 
-    def split(self, x: Tensor, num_parts: int) -> list[Tensor]:
-        """Return equal parts of a tensor as views; their gradients are concatenated in new memory."""
-        return self.split_at(x, [x.num_elems // num_parts] * num_parts)
-
-    def split_at(self, x: Tensor, sizes: Sequence[int]) -> list[Tensor]:
-        parts = [x.alias(size) for size in sizes]
+    def split(self, x: Tensor, shares: Sequence[int]) -> list[Tensor]:
+        """Return parts of a tensor, of these shares, as views; their gradients are concatenated in new memory."""
+        parts = [x.alias(x.num_elems * share // sum(shares)) for share in shares]
         if x.node:
-            node = self.node((x,), len(sizes))
+            node = self.node((x,), len(parts))
             num_elems, itemsize = x.num_elems, x.itemsize
             node.backward = lambda grads: [self.new(num_elems, itemsize)]
             for slot, part in enumerate(parts):
@@ -252,25 +241,20 @@ class Tape(Meter):
 
     def cat(self, parts: Sequence[Tensor]) -> Tensor:
         """Concatenate in new memory; the gradients are views of the whole gradient."""
-        return self.op(
-            parts, sum(part.num_elems for part in parts), itemsize=parts[0].itemsize, passes=[True] * len(parts)
-        )
+        return self.op(parts, sum(part.num_elems for part in parts), num_passed=len(parts))
 
     def backward(self, out: Tensor, grads: Gradients) -> dict[Node, Tensor]:
         """Run the backward from `out`, whose gradient is taken out of `grads`; return the gradients of the inputs."""
         assert out.node is not None
         root, slot = out.node, out.slot
         del out
-        waiting: dict[Node, int] = {}
+        waiting: Counter[Node] = Counter()
         found = [root]
-        seen = {root}
         while found:
-            for edge in found.pop().inputs:
-                if edge is not None:
-                    waiting[edge[0]] = waiting.get(edge[0], 0) + 1
-                    if edge[0] not in seen:
-                        seen.add(edge[0])
-                        found.append(edge[0])
+            for edge in filter(None, found.pop().inputs):
+                if edge[0] not in waiting:
+                    found.append(edge[0])
+                waiting[edge[0]] += 1
         buffers: dict[Node, Gradients] = {root: [None] * root.num_outputs}
         buffers[root][slot] = grads.pop()
         ready = [(-root.sequence, root)]
@@ -343,9 +327,9 @@ def measure(
     itemsize: int,
     habits: Habits = USUAL_HABITS,
     *,
-    checkpointing: Literal["none", "selective", "full"] = "none",
+    checkpointing: Checkpointing = "none",
     needs_input_grad: bool = True,
-    kind: Literal["activations", "loss"] = "activations",
+    kind: Kind = "activations",
 ) -> Work:
     """Return the work of a block with an input of `num_elems`."""
     tape = Tape(itemsize, habits)

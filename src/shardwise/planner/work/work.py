@@ -8,6 +8,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from ...base.intervals import round_up
+
+
+Kind = Literal["activations", "loss"]
+
 
 @dataclass(frozen=True, slots=True)
 class Product:
@@ -47,7 +52,7 @@ class Work:
     num_kernels: int = 0
     # The share of the forward's FLOP (products and attention) that the backward recomputes.
     recomputed: float = 0.0
-    kind: Literal["activations", "loss"] = "activations"
+    kind: Kind = "activations"
 
     @property
     def flops(self) -> float:
@@ -60,7 +65,7 @@ ROUND_BYTES = 512
 
 def rounded(num_bytes: int) -> int:
     """Round up like torch's GPU allocator."""
-    return -(-num_bytes // ROUND_BYTES) * ROUND_BYTES
+    return round_up(num_bytes, ROUND_BYTES)
 
 
 class Meter:
@@ -75,7 +80,7 @@ class Meter:
         self.live += num_bytes
         self.peak = max(self.peak, self.live)
 
-    def end_forward(self, before: int, output_bytes: int, kind: Literal["activations", "loss"] = "activations") -> Work:
+    def end_forward(self, before: int, output_bytes: int, kind: Kind = "activations") -> Work:
         """Return the work of the forward. From here on, products count as recomputed by the backward. `before`: live
         bytes when the forward began."""
         work = Work(
@@ -95,36 +100,32 @@ def chain(works: Sequence[Work], input_bytes: int = 0) -> Work:
     """Return the work of blocks that run one after the other. `input_bytes`: the input of the first one."""
     if len(works) == 1:
         return works[0]
-    forward_peak = backward_peak = saved = 0
+    forward_peak = backward_peak = saved = grads = 0
     before = input_bytes
     for work in works:
         forward_peak = max(forward_peak, saved + before + work.forward_peak_bytes)
         saved += work.saved_bytes
         before = work.output_bytes
-    total, grads = saved, 0
+    total = saved
     for work in reversed(works):
         backward_peak = max(backward_peak, saved + work.output_bytes + grads + work.backward_peak_bytes)
         saved -= work.saved_bytes
         grads += work.grad_bytes
     last = works[-1]
     flops = sum(work.flops for work in works)
-    return Work(
+    return replace(
+        last,
         saved_bytes=total,
         forward_peak_bytes=forward_peak - input_bytes,
         backward_peak_bytes=backward_peak - total - last.output_bytes,
-        output_bytes=last.output_bytes,
         grad_bytes=grads,
         products=tuple(product for work in works for product in work.products),
         attention_flops=sum(work.attention_flops for work in works),
         moved_bytes=sum(work.moved_bytes for work in works),
         num_kernels=sum(work.num_kernels for work in works),
         recomputed=sum(work.recomputed * work.flops for work in works) / flops if flops else 0.0,
-        kind=last.kind,
     )
 
-
-# flash: torch's flash attention and cuDNN's. efficient: torch's for fp32. math: unfused, with all scores in memory.
-AttentionKernel = Literal["flash", "efficient", "math"]
 
 _ROW_MULTIPLE = 128
 # Up to this number of tokens, one kernel accumulates the gradients of an embedding in place.
@@ -146,22 +147,21 @@ class AttentionShape:
         return 2.0 * self.batch * self.heads * self.seq * self.seq * self.head_dim
 
     @property
-    def kernel(self) -> AttentionKernel:
-        """The kernel that torch chooses on a GPU for causal attention without a mask."""
+    def kernel(self) -> Literal["flash", "efficient", "math"]:
+        """The kernel that torch chooses on a GPU for causal attention without a mask: `flash` is torch's and cuDNN's,
+        `efficient` is torch's for fp32, `math` is unfused, with all scores in memory."""
         if self.itemsize == 2:
             return "flash"
         return "efficient" if self.heads == self.kv_heads else "math"
 
     @property
     def scratch_bytes(self) -> int:
-        rows = -(-self.seq // _ROW_MULTIPLE) * _ROW_MULTIPLE
-        multiple = 32 if self.head_dim <= 128 else 64
-        width = -(-self.head_dim // multiple) * multiple
-        row_sum_bytes = 4 * self.batch * rows * self.heads
         if self.kernel == "efficient":
             return 4 * self.batch * self.seq * self.heads
+        width = round_up(self.head_dim, 32 if self.head_dim <= 128 else 64)
+        row_sum_bytes = 4 * self.batch * round_up(self.seq, _ROW_MULTIPLE) * self.heads
         expanded = 2 * self.itemsize * self.batch * self.seq * self.heads * self.head_dim
-        return row_sum_bytes * width + row_sum_bytes + (expanded if self.heads != self.kv_heads else 0)
+        return row_sum_bytes * (width + 1) + (expanded if self.heads != self.kv_heads else 0)
 
 
 def embedding_scratch_bytes(num_tokens: int, num_rows: int, width: int) -> int:
