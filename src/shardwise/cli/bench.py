@@ -7,11 +7,11 @@ of `shardwise train`, without the settings that the benchmark fixes or varies it
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import typer
 
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from ..bench.pages import Page
     from ..bench.wire import Request
 
+Number = TypeVar("Number", int, float)
 RESULTS_FOLDER = Path("benchmark-results")
 PRECISIONS = ("fp32", "bf16", "pure-bf16")
 DTYPES = ("fp32", "bf16")
@@ -107,7 +108,7 @@ def bench(
     shapes = [
         replace(SHAPES[name], tokens=length or SHAPES[name].tokens)
         for name in _list("--shape", shape or ("blocks-202m" if where == "cuda" else "50m"), SHAPES)
-        for length in ([_count("--tokens", text) for text in _words(tokens)] or [0])
+        for length in (_numbers("--tokens", tokens, int, "a whole number above 0") or [0])
     ]
     base = Case(
         contender="",
@@ -130,7 +131,7 @@ def bench(
         disk_path=str(disk_path.resolve()) if disk_path else "",
     )
     reduces = _list("--reduce-dtype", reduce_dtype or ("bf16" if chosen == "pure-bf16" else "fp32"), DTYPES)
-    speeds = [_speed(text) for text in _words(links)]
+    speeds = _numbers("--links", links, float, "a number of GB/s; write 1000,400,200")
     fabrics = [emulated] if emulated is not None else []
     if emulated is not None and speeds:
         fabrics = [replace(emulated, intra=replace(emulated.intra, gigabytes_per_s=speed)) for speed in speeds]
@@ -160,24 +161,24 @@ def _list(option: str, text: str, known: Iterable[str]) -> list[str]:
     return words
 
 
-def _count(option: str, text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise ConfigurationError(f"{option}: {text!r} is not a whole number above 0")
-    return int(text)
-
-
-def _speed(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        raise ConfigurationError(f"--links: {text!r} is not a number of GB/s; write --links 1000,400,200") from None
+def _numbers(option: str, text: str | None, kind: type[Number], what: str) -> list[Number]:
+    found = []
+    for word in _words(text):
+        try:
+            found.append(kind(word))
+        except ValueError:
+            raise ConfigurationError(f"{option}: {word!r} is not {what}") from None
+        if not found[-1] > 0:
+            raise ConfigurationError(f"{option}: {word!r} is not {what}")
+    return found
 
 
 def _device(name: str | None) -> str:
     import torch
 
-    device = require_known("--device", name or ("cuda" if torch.cuda.is_available() else "cpu"), ("cpu", "cuda"))
-    if device == "cuda" and not torch.cuda.is_available():
+    has_gpu = torch.cuda.is_available()
+    device = require_known("--device", name or ("cuda" if has_gpu else "cpu"), ("cpu", "cuda"))
+    if device == "cuda" and not has_gpu:
         raise ConfigurationError("--device cuda: torch sees no GPU here; leave it out to run on the CPU")
     return device
 
@@ -186,14 +187,15 @@ def _ranks(device: str, world_size: int | None, nproc_per_node: int | None) -> t
     """The number of real ranks, and the number of ranks per node."""
     import torch
 
-    num_ranks = world_size or nproc_per_node or (torch.cuda.device_count() if device == "cuda" else 2)
+    num_gpus = torch.cuda.device_count()
+    num_ranks = world_size or nproc_per_node or (num_gpus if device == "cuda" else 2)
     node_size = nproc_per_node or num_ranks
     if num_ranks % node_size:
         raise ConfigurationError(f"--world-size {num_ranks} does not divide into nodes of --nproc-per-node {node_size}")
-    if device == "cuda" and num_ranks > torch.cuda.device_count():
+    if device == "cuda" and num_ranks > num_gpus:
         raise ConfigurationError(
-            f"--world-size {num_ranks}, but this machine has {torch.cuda.device_count()} GPUs, and NCCL needs one per "
-            f"rank: emulate them with --fabric {num_ranks}, or use --device cpu"
+            f"--world-size {num_ranks}, but this machine has {num_gpus} GPUs, and NCCL needs one per rank: emulate "
+            f"them with --fabric {num_ranks}, or use --device cpu"
         )
     return num_ranks, node_size
 
@@ -213,43 +215,24 @@ def wire(
     as_json: bool = False,
     **flags: Any,
 ) -> None:
-    from ..bench.pages import new_page
-    from ..bench.wire import name_of
-
-    exit_on_sigterm()
-    numbers = {"nproc_per_node": nproc_per_node, "node_size": node_size}
-    flags |= {name: str(number) for name, number in numbers.items() if number is not None}
-    request = _request(words or [], flags, strategies, steps, codecs, weight_codecs)
-    request.check()
-    page = partial(new_page, out or RESULTS_FOLDER, name_of(request)) if out or not as_json else None
-    raise run_benchmark(_pages(request, runs), page, as_json)
-
-
-def _pages(request: "Request", runs: Path | None) -> "Iterator[Page]":
-    from ..bench import wire as session
-
-    with _folder(runs) as folder:
-        session.prepare(request, folder, progress)
-        yield from map(session.page_of, session.run(request, folder, progress))
-
-
-def _request(
-    words: list[str], flags: dict[str, Any], strategies: str, steps: int, codecs: str, weight_codecs: str
-) -> "Request":
     import torch
 
-    from ..bench.wire import Request, codecs_of, strategies_of
+    from ..bench.pages import new_page
+    from ..bench.wire import Request, codecs_of, name_of, strategies_of
     from ..trainer.checks import completed
     from ..trainer.config import resolve
     from ..trainer.launcher import ranks_here
 
+    exit_on_sigterm()
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         raise ConfigurationError(
             f"this is rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']} started by another launcher, but "
             "bench wire starts its own ranks: call it once, without torchrun"
         )
+    numbers = {"nproc_per_node": nproc_per_node, "node_size": node_size}
+    flags |= {name: str(number) for name, number in numbers.items() if number is not None}
     named = strategies_of(strategies)
-    resolved = resolve(words, flags, os.environ)
+    resolved = resolve(words or [], flags, os.environ)
     for key in FIXED:
         if resolved.origin[key].startswith("override"):
             instead = {"max_steps": "--steps", "strategy": "--strategies", "output_dir": "--runs"}.get(key)
@@ -262,20 +245,23 @@ def _request(
         settings = replace(settings, nproc_per_node=NUM_RANKS)
     num_ranks = ranks_here(settings)
     settings = replace(settings, nproc_per_node=num_ranks, node_size=settings.node_size or NODE_SIZE)
-    return Request(settings, named, num_ranks, codecs_of(codecs), codecs_of(weight_codecs))
+    request = Request(settings, named, num_ranks, codecs_of(codecs), codecs_of(weight_codecs))
+    request.check()
+    page = partial(new_page, out or RESULTS_FOLDER, name_of(request)) if out or not as_json else None
+    raise run_benchmark(_pages(request, runs), page, as_json)
 
 
-@contextmanager
-def _folder(runs: Path | None) -> Iterator[Path]:
-    """The folder for run folders: `runs`, which must be empty, or a temporary one."""
-    if runs is None:
-        with temporary_folder() as own:
-            yield own
-        return
-    if runs.exists() and any(runs.iterdir()):
-        raise ConfigurationError(f"--runs {runs} is not empty: name an empty or a new folder")
-    runs.mkdir(parents=True, exist_ok=True)
-    yield runs
+def _pages(request: "Request", runs: Path | None) -> "Iterator[Page]":
+    """Run the benchmark with its run folders in `runs`, which must be empty, or in a temporary folder."""
+    from ..bench import wire as session
+
+    if runs is not None:
+        if runs.exists() and any(runs.iterdir()):
+            raise ConfigurationError(f"--runs {runs} is not empty: name an empty or a new folder")
+        runs.mkdir(parents=True, exist_ok=True)
+    with temporary_folder() if runs is None else nullcontext(runs) as folder:
+        session.prepare(request, folder, progress)
+        yield from map(session.page_of, session.run(request, folder, progress))
 
 
 def run_benchmark(pages: "Iterable[Page]", new_page: Callable[[], Path] | None, as_json: bool) -> typer.Exit:

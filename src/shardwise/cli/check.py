@@ -1,16 +1,19 @@
 """`shardwise check`: explain every key of another library's configuration. Needs no torch."""
 
 import json
+import re
 import shutil
 import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
+from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
 
 from ..base.errors import ConfigurationError
+from ..base.text import size
 from .shared import documented
 
 if TYPE_CHECKING:
@@ -45,23 +48,20 @@ def check(
                 raise
             memory = str(error)  # no plan can be made for the sizes in the file
     if as_json:
-        print(json.dumps(_as_json(migrated, memory), indent=1))
+        about = {
+            "file": migrated.source,
+            "kind": migrated.kind,
+            "keys": [asdict(entry) for entry in migrated.entries],
+            "settings": dict(migrated.settings),
+            "shard": migrated.words,
+            "memory": {"why_not": memory} if isinstance(memory, str) else asdict(memory),
+        }
+        print(json.dumps(about, indent=1))
     else:
         columns = shutil.get_terminal_size((120, 24)).columns
         print("\n".join(_lines(migrated, memory, min(max(columns, NARROWEST), WIDEST))))
     if migrated.refused:
         raise typer.Exit(2)
-
-
-def _as_json(migrated: "Migrated", memory: "MemoryComparison | str") -> dict[str, Any]:
-    return {
-        "file": migrated.source,
-        "kind": migrated.kind,
-        "keys": [asdict(entry) for entry in migrated.entries],
-        "settings": dict(migrated.settings),
-        "shard": migrated.words,
-        "memory": {"why_not": memory} if isinstance(memory, str) else asdict(memory),
-    }
 
 
 def _lines(migrated: "Migrated", memory: "MemoryComparison | str", width: int) -> Iterator[str]:
@@ -78,9 +78,10 @@ def _lines(migrated: "Migrated", memory: "MemoryComparison | str", width: int) -
         yield "It cannot be used: change or leave out the refused keys."
         return
     for name, value in {"layout": layout_of(migrated.strategy), **migrated.settings}.items():
-        yield from textwrap.wrap(
-            f"{name:<{NAMES}}{_plain(value)}", width, initial_indent="  ", subsequent_indent=" " * (NAMES + 2)
-        )
+        if isinstance(value, list | tuple):
+            value = ", ".join(map(str, value))
+        line = f"  {name:<{NAMES}}{str(value).lower() if isinstance(value, bool) else value}"
+        yield from textwrap.wrap(line, width, subsequent_indent=" " * (NAMES + 2))
     yield ""
     if isinstance(memory, str):
         yield from textwrap.wrap(f"memory not planned: {memory}", width, initial_indent="  ", subsequent_indent="  ")
@@ -93,39 +94,24 @@ def _table(entries: Sequence["Entry"], width: int) -> Iterator[str]:
     rows = [("key", "becomes", "effect")]
     for entry in entries:
         key = f"{entry.key}: {entry.value}"
-        rows.append((key, entry.text, "used") if entry.fate == "used" else (key, "-", _effect(entry)))
+        effect = f"{'ignored' if entry.fate == 'ignored' else 'REFUSED'} because {entry.text}"
+        rows.append((key, entry.text, "used") if entry.fate == "used" else (key, "-", effect))
     left = min(max(len(row[0]) for row in rows), int(width * KEYS))
     middle = min(max(len(row[1]) for row in rows), (width - left - 4) // 2)
+    widths = (left, middle, width - left - middle - 4)
     for row in rows:
-        cells = [_wrapped(row[0], left), _wrapped(row[1], middle), _wrapped(row[2], width - left - middle - 4)]
-        for line in range(max(map(len, cells))):
-            parts = [cell[line] if line < len(cell) else "" for cell in cells]
+        for parts in zip_longest(*map(_wrapped, row, widths), fillvalue=""):
             yield f"{parts[0]:<{left}}  {parts[1]:<{middle}}  {parts[2]}".rstrip()
-
-
-def _effect(entry: "Entry") -> str:
-    return f"{'ignored' if entry.fate == 'ignored' else 'REFUSED'} because {entry.text}"
 
 
 def _wrapped(text: str, width: int) -> list[str]:
     """Wrap a text. A name that is longer than the column is broken after a dot, a dash or an underscore."""
-    words = [_in_parts(word, width) if len(word) > width else word for word in text.split()]
-    return textwrap.wrap(" ".join(words), width, break_on_hyphens=False) or [""]
-
-
-def _in_parts(name: str, width: int) -> str:
-    parts = []
-    while len(name) > width:
-        at = max(name.rfind(mark, 0, width) for mark in "._-") + 1 or width
-        parts.append(name[:at])
-        name = name[at:]
-    return " ".join((*parts, name))
+    too_long = rf"(?=\S{{{width + 1}}})(\S{{0,{width - 1}}}[._-]|\S{{{width}}})"
+    return textwrap.wrap(re.sub(too_long, r"\1 ", text), width, break_on_hyphens=False) or [""]
 
 
 def _memory(memory: "MemoryComparison", width: int) -> Iterator[str]:
     """The memory table, without empty columns."""
-    from ..base.text import size
-
     columns = {"states": "states", "extra": "buffers", "peak": "peak", "host": "host of a node", "disk": "its disk"}
     shown = [name for name in columns if any(getattr(need, name) for need in memory.needs)]
     yield f"  memory of a rank: {memory.model} on {memory.cluster}"
@@ -136,9 +122,3 @@ def _memory(memory: "MemoryComparison", width: int) -> Iterator[str]:
         yield f"    {need.who:<{names}}" + "".join(f"{size(value) if value else '-':>16}" for value in sizes)
     for need in memory.needs:
         yield from textwrap.wrap(f"{need.who}: {need.source}", width, initial_indent="  ", subsequent_indent="    ")
-
-
-def _plain(value: Any) -> str:
-    if isinstance(value, list | tuple):
-        return ", ".join(map(str, value))
-    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 
 from ..base.errors import ConfigurationError
+from ..base.text import size
 from .shared import documented, num_bytes_in, progress_bar, require_exists, require_known, say, write_file
 
 FORMATS = ("shardwise", "dcp", "hugging-face")
@@ -32,13 +33,11 @@ def convert(
     if source.is_file():
         _convert_configuration(source, target, overwrite)
         return
-    form = to.replace("_", "-")
-    require_known("--to", form, FORMATS)
+    form = require_known("--to", to.replace("_", "-"), FORMATS)
     if whole and form != "shardwise":
         raise ConfigurationError(f"--whole is for shardwise checkpoints, not for --to {form}: leave it out")
     max_bytes = num_bytes_in("--max-shard-size", max_shard_size)
     require_exists(source)
-    from ..base.text import size
     from ..checkpoint import writer
     from ..checkpoint.opened import open_checkpoint
 
@@ -92,7 +91,6 @@ def export(
     require_known("--dtype", dtype, DTYPES)
     max_bytes = num_bytes_in("--max-shard-size", max_shard_size)
     require_exists(path)
-    from ..base.text import size
     from ..checkpoint.folder import newest_in
     from ..checkpoint.writer import require_free
     from ..trainer.models.export import write_export

@@ -5,11 +5,14 @@ import json
 import os
 import textwrap
 import time
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import typer
 
+from ..base.errors import ConfigurationError
+from ..base.text import plural
 from .shared import documented, say
 
 if TYPE_CHECKING:
@@ -56,13 +59,6 @@ def oom(
     folder: Path,
     as_json: bool = False,
 ) -> None:
-    reports = _oom_reports(folder)
-    say(*(json.dumps(reports, indent=1) if as_json else _oom_text(folder, reports)).split("\n"))
-
-
-def _oom_reports(folder: Path) -> list[dict[str, Any]]:
-    """The reports in a run folder, that of the first rank to fail first."""
-    from ..base.errors import ConfigurationError
     from ..trainer.run_folder import CONFIG, oom_reports
 
     if not folder.is_dir():
@@ -72,23 +68,18 @@ def _oom_reports(folder: Path) -> list[dict[str, Any]]:
         is_run = (folder / CONFIG).is_file()
         why = "no rank of its last start ran out of memory" if is_run else f"it is no run folder: it has no {CONFIG}"
         raise ConfigurationError(f"{folder}: {why}")
-    return reports
-
-
-def _oom_text(folder: Path, reports: list[dict[str, Any]]) -> str:
-    from ..base.errors import ConfigurationError
-    from ..base.text import plural
-
-    first, *others = reports
+    if as_json:
+        say(*json.dumps(reports, indent=1).split("\n"))
+        return
+    first, *others = reports  # the first rank to fail is the first one
     try:
         when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(first["time"]))
     except (OverflowError, OSError, ValueError, TypeError):
         raise ConfigurationError(f"{folder}: the time {first['time']!r} in a rank's report is none") from None
-    lines = [f"{folder}, {when}", str(first["text"])]
+    say(f"{folder}, {when}", *str(first["text"]).split("\n"))
     if others:
         ranks = ", ".join(str(report["rank"]) for report in others)
-        lines.append(f"  {plural(len(others), 'more rank')} failed after it: {ranks}; --json shows all")
-    return "\n".join(lines)
+        say(f"  {plural(len(others), 'more rank')} failed after it: {ranks}; --json shows all")
 
 
 def _measure(file: Path, folder: Path, as_json: bool) -> None:
@@ -103,8 +94,7 @@ def _measure(file: Path, folder: Path, as_json: bool) -> None:
     if as_json:
         print(file.expanduser().read_text(), end="")
         return
-    seen = dataclasses.asdict(found)
-    names = {
+    rows = {
         "products, 16 bits": ("flops", 1e12, "TFLOP/s"),
         "products, fp32": ("fp32_flops", 1e12, "TFLOP/s"),
         "memory": ("memory_bytes", 1e9, "GB"),
@@ -121,15 +111,13 @@ def _measure(file: Path, folder: Path, as_json: bool) -> None:
         "disk, write": ("disk_write_bytes_per_s", 1e9, "GB/s"),
     }
     print(f"{found.num_devices} x {found.device}, measured in {time.monotonic() - began_s:.1f} s, for plans: {file}")
-    for name, (key, unit, word) in names.items():
-        value = "not measured" if seen[key] is None else f"{seen[key] / unit:.3g} {word}"
-        print(f"  {name:<{INDENT - 2}}{value}")
+    for name, (key, unit, word) in rows.items():
+        value = getattr(found, key)
+        print(f"  {name:<{INDENT - 2}}{'not measured' if value is None else f'{value / unit:.3g} {word}'}")
 
 
 def _require_writable(file: Path) -> None:
     """Raise ConfigurationError if the result could not be written, before it is measured."""
-    from ..base.errors import ConfigurationError
-
     try:
         file = file.expanduser()
         if not file.absolute().parent.is_dir():
@@ -145,6 +133,7 @@ def _require_writable(file: Path) -> None:
 
 
 def _text(findings: "list[Finding]") -> str:
+    wrapped = partial(textwrap.wrap, width=WIDTH, initial_indent=" " * INDENT, subsequent_indent=" " * INDENT)
     lines: list[str] = []
     topic = ""
     for finding in findings:
@@ -155,17 +144,10 @@ def _text(findings: "list[Finding]") -> str:
         if len(line) + 3 + len(finding.meaning) <= WIDTH:
             lines.append(f"{line} - {finding.meaning}")
         else:
-            lines += [line, *_wrapped(finding.meaning)]
-        if finding.fix:
-            lines += _wrapped(f"-> {finding.fix}")
+            lines += [line, *wrapped(finding.meaning)]
+        lines += wrapped(f"-> {finding.fix}") if finding.fix else []
     num_worse, num_broken = (sum(finding.grade == grade for finding in findings) for grade in ("worse", "broken"))
-    if num_broken:
-        last = f"{num_broken} marked X: does not work here. {num_worse} marked !: could be better."
-    else:
-        last = f"Runs work here. {num_worse} marked !: could be better." if num_worse else "Runs work here."
+    last = f"{num_broken} marked X: does not work here." if num_broken else "Runs work here."
+    if num_broken or num_worse:
+        last += f" {num_worse} marked !: could be better."
     return "\n".join([*lines[1:], "", last])
-
-
-def _wrapped(text: str) -> list[str]:
-    space = " " * INDENT
-    return textwrap.wrap(text, WIDTH, initial_indent=space, subsequent_indent=space)

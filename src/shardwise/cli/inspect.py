@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from ..base.errors import printable
+from ..base.text import count, plural, size
 from .shared import documented, progress_bar, require_exists, say
 
 if TYPE_CHECKING:
@@ -31,53 +32,25 @@ def inspect(
 ) -> None:
     require_exists(path)
     from ..checkpoint.opened import open_checkpoint
+    from ..checkpoint.tree import tree_of, walk
 
     opened = open_checkpoint(path)
     if as_json:
         print(json.dumps(_as_json(opened), indent=1))
         return
-    from rich.console import Console
-
-    facts = [(name, printable(text)) for name, text in _facts(opened.index)]
-    lines = [tuple(map(printable, line)) for line in _lines(opened.index, depth)]
-    if Console().is_terminal:
-        _show(printable(str(opened.folder)), facts, lines)
-    else:
-        say(str(opened.folder), *(f"  {name:<12}{text}" for name, text in facts))
-        lines = [HEADINGS, *lines] if lines else []
-        widths = [max((len(line[column]) for line in lines), default=0) for column in range(5)]
-        for line in lines:
-            name, *numbers, last = line
-            cells = [
-                name.ljust(widths[0]),
-                *(cell.rjust(width) for cell, width in zip(numbers, widths[1:], strict=True)),
-            ]
-            say("  ".join([*cells, last]).rstrip())
-
-
-def _show(folder: str, facts: list[tuple[str, str]], lines: list[tuple[str, ...]]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    console = Console(highlight=False)
-    console.print(Text(folder, style="bold"))
-    table = Table.grid(padding=(0, 2))
-    for name, text in facts:
-        table.add_row(Text(f"  {name}", style="cyan"), Text(text))
-    console.print(table)
-    tree = Table(box=None, padding=(0, 1), header_style="dim")
-    tree.add_column("", overflow="fold")
-    for title in HEADINGS[1:-1]:
-        tree.add_column(title, justify="right", no_wrap=True)
-    tree.add_column("", style="dim", no_wrap=True)
-    for line in lines:
-        tree.add_row(*(Text(cell) for cell in line))
-    console.print(tree)
+    say(str(opened.folder), *(f"  {name:<12}{text}" for name, text in _facts(opened.index)))
+    if depth == 0 or not opened.index.tensors:
+        return
+    # Equal modules are one row with their sum; their children are shown once.
+    nodes = walk(tree_of(opened.index.tensors), depth)
+    rows = [HEADINGS, *(tuple(map(printable, _row(level, node))) for level, node in nodes)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for name, *numbers, remarks in rows:
+        cells = [cell.rjust(width) for cell, width in zip(numbers, widths[1:-1], strict=True)]
+        print("  ".join([name.ljust(widths[0]), *cells, remarks]).rstrip())
 
 
 def _facts(index: "Index") -> Iterator[tuple[str, str]]:
-    from ..base.text import count, plural, size
     from ..checkpoint.tree import totals_of
 
     totals = SimpleNamespace(**totals_of(index))
@@ -108,7 +81,8 @@ def _facts(index: "Index") -> Iterator[tuple[str, str]]:
         yield "optimizer", f"{index.optimizer.name or 'unnamed'}, {plural(len(index.optimizer.groups), 'group')}"
         members = Counter(saved.group for saved in index.tensors.values())
         for number, group in enumerate(index.optimizer.groups):
-            words = ", ".join(f"{key}={_short(value)}" for key, value in group.items() if value)
+            shown = {key: f"{value:g}" if isinstance(value, float) else value for key, value in group.items() if value}
+            words = ", ".join(f"{key}={value}" for key, value in shown.items())
             yield f"  group {number}", f"{plural(members[number], 'tensor')}; {words}"
     yield "files", _named([f"{file.name} {size(file.num_bytes)}" for file in index.files])
 
@@ -117,41 +91,23 @@ def _known(number: int | None, written: Callable[[int], str]) -> str:
     return "unknown" if number is None else written(number)
 
 
-def _short(value: Any) -> str:
-    return f"{value:g}" if isinstance(value, float) else str(value)
-
-
 def _named(words: list[str]) -> str:
     more = [f"{len(words) - MAX_NAMED:,} more"] if len(words) > MAX_NAMED else []
     return ", ".join([*words[:MAX_NAMED], *more])
 
 
-def _lines(index: "Index", depth: int | None) -> Iterator[tuple[str, ...]]:
-    """Rows of the tree: name, shape and dtype, elements, bytes, bytes of state, and remarks.
-
-    Equal modules are one row with their sum; their children are shown once.
-    """
-    from ..checkpoint.tree import tree_of, walk
-
-    if depth != 0:
-        for level, node in walk(tree_of(index.tensors), depth):
-            yield _line(level, node)
-
-
-def _line(level: int, node: "Node") -> tuple[str, ...]:
-    from ..base.text import count, size
-
-    times = node.times
-    words = [f"{times} equal"] if times > 1 else []
+def _row(level: int, node: "Node") -> tuple[str, ...]:
+    """A row of the tree: name, shape and dtype, elements, bytes, bytes of state, and remarks."""
+    times, stored = node.times, node.saved
+    remarks = [f"{times} equal"] if times > 1 else []
     shape = ""
-    if node.saved is not None:
-        stored = node.saved
+    if stored is not None:
         shape = f"{'x'.join(map(str, stored.shape)) or 'scalar'} {stored.dtype}"
-        words += ["buffer"] if node.saved.kind == "buffer" else ["frozen"] if node.saved.is_trained is False else []
-        words += ["tied"] if node.saved.tied else []
+        remarks += ["buffer"] if stored.kind == "buffer" else ["frozen"] if stored.is_trained is False else []
+        remarks += ["tied"] if stored.tied else []
     state = size(times * node.state_bytes) if node.state_bytes else ""
     numbers = (count(times * node.num_elems), size(times * node.num_bytes), state)
-    return "  " * (level + 1) + node.name, shape, *numbers, ", ".join(words)
+    return "  " * (level + 1) + node.name, shape, *numbers, ", ".join(remarks)
 
 
 def _as_json(opened: "Opened") -> dict[str, Any]:
@@ -205,7 +161,10 @@ def verify(
     if as_json:
         about: dict[str, Any] = {
             "is_good": is_good,
-            "checkpoints": [_report_as_json(report) for report in reports],
+            "checkpoints": [
+                {**dataclasses.asdict(report), "path": str(report.path), "is_usable": report.is_usable}
+                for report in reports
+            ],
             "resumes_from": None if resumed is None else str(resumed.path),
             "stops_at": None if stops is None else str(stops.path),
         }
@@ -213,15 +172,13 @@ def verify(
     else:
         for report in reports:
             _print_report(report)
+        if stops is not None:
+            what = f"stop at {stops.path}: {stops.damage[0]}; to load an older checkpoint, name it"
+        else:
+            what = f"load {resumed.path if resumed else 'none of them'}"
         if places:
-            say(f"train --resume-from-checkpoint latest would {_resumption(resumed, stops)}")
+            say(f"train --resume-from-checkpoint latest would {what}")
     raise typer.Exit(0 if is_good else 5)
-
-
-def _resumption(resumed: "Report | None", stops: "Report | None") -> str:
-    if stops is not None:
-        return f"stop at {stops.path}: {stops.damage[0]}; to load an older checkpoint, name it"
-    return f"load {resumed.path if resumed else 'none of them'}"
 
 
 def _verified(place: Path) -> "Report":
@@ -234,19 +191,10 @@ def _verified(place: Path) -> "Report":
     return report
 
 
-def _report_as_json(report: "Report") -> dict[str, Any]:
-    return {**dataclasses.asdict(report), "path": str(report.path), "is_usable": report.is_usable}
-
-
 def _print_report(report: "Report") -> None:
-    from ..base.text import plural, size
-
     if not report.problems:
-        checked = (
-            f"{plural(report.num_checksums, 'checksum')} correct"
-            if report.num_checksums
-            else "no checksums in this format"
-        )
+        num = report.num_checksums
+        checked = f"{plural(num, 'checksum')} correct" if num else "no checksums in this format"
         what = f"{plural(report.num_tensors, 'tensor')} in {plural(report.num_files, 'file')}, {size(report.num_bytes)}"
         say(f"{report.path}: good. {what}; {checked}, every number finite")
         return

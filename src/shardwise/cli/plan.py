@@ -1,19 +1,18 @@
 """`shardwise plan`: what fits, what it costs and which strategy to use, before anything runs. Needs no torch."""
 
 import json
-import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..base.errors import ConfigurationError, MemoryExceededError
+from ..planner.hardware.links import quantity
 from .shared import documented, write_file
 
 if TYPE_CHECKING:
     from ..planner.assess import Machine
     from ..planner.training import Lora
 
-MEASURED = "measured"
-MEASURED_FILE = "hardware.json"
+MEASURED = "hardware.json"
 
 
 @documented
@@ -60,6 +59,11 @@ def plan(
         {"network": network, "intra": intra, "pcie": pcie, "memory": gpu_memory, "host_memory": host_memory,
          "disk": disk},
     )  # fmt: skip
+    gpu = machine.cluster.gpu
+    if precision is not None and "bf16" in precision and not gpu.has_bf16:
+        raise ConfigurationError(
+            f"--precision: {precision}, but a {gpu.name} does not compute in bf16; use fp16 or fp32"
+        )
     given = {"seq": seq, "micro_batch": micro_batch, "num_micro_batches": accumulation}
     sizes: dict[str, Any] = {name: size for name, size in given.items() if size is not None}
     made = make_plan(
@@ -70,15 +74,15 @@ def plan(
         global_batch=global_batch_size,
         search=search,
         **sizes,
-        precision=_precision(precision, machine),
+        precision=precision or ("bf16" if gpu.has_bf16 else "fp16"),
         reduce=reduce_dtype,
         optimizer=optimizer,
-        lora=_lora(lora),
+        lora=None if lora is None else _lora(lora),
         compile=compiled,
         loss=loss,
         engine=engine,
     )
-    answer = plan_as_json(made, _num_tokens(tokens))
+    answer = plan_as_json(made, None if tokens is None else _num_tokens(tokens))
     if as_json:
         print(json.dumps(answer, indent=1, allow_nan=False))
     else:
@@ -111,7 +115,7 @@ def _machine(gpus: str | None, nodes: int, hardware: str | None, words: dict[str
         return machine_of(make_cluster(gpus, nodes, **words))
     if gpus is not None:
         raise ConfigurationError(f"--gpus {gpus} with --hardware {hardware}: give one of them")
-    measured = read_measured(MEASURED_FILE if hardware == MEASURED else hardware)
+    measured = read_measured(MEASURED if hardware == "measured" else hardware)
     given = [name for name, value in words.items() if value is not None and name != "network"]
     if given:
         raise ConfigurationError(f"--{given[0].replace('_', '-')} with --hardware {hardware}: the file has it")
@@ -130,37 +134,26 @@ def _strategy(text: str | None) -> Any:
         raise ConfigurationError(f"--strategy: {text[:200]!r} is not JSON: {error}") from None
 
 
-def _num_tokens(text: str | None) -> float | None:
-    if text is None:
-        return None
-    found = re.fullmatch(r"(\d+(?:\.\d*)?(?:e\+?\d+)?)([KMBT]?)", text.strip(), re.IGNORECASE)
-    number = float(found[1]) * {"": 1, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}[found[2].upper()] if found else 0.0
+def _num_tokens(text: str) -> float:
+    number = quantity(text.strip().lower(), {"": 1, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}) or 0.0
     if not 0 < number < 1e24:
         raise ConfigurationError(f"--tokens: {text!r} is not a number of tokens; write 15e12, or 100B")
     return number
 
 
-def _precision(name: str | None, machine: "Machine") -> str:
-    gpu = machine.cluster.gpu
-    if name is not None and "bf16" in name and not gpu.has_bf16:
-        raise ConfigurationError(f"--precision: {name}, but a {gpu.name} does not compute in bf16; use fp16 or fp32")
-    return name or ("bf16" if gpu.has_bf16 else "fp16")
-
-
-def _lora(text: str | None) -> "Lora | None":
+def _lora(text: str) -> "Lora":
+    """Parse `16`, or `r=16,targets=q_proj+v_proj`."""
     from ..planner.training import Lora
 
-    if text is None:
-        return None
-    words: dict[str, Any] = {}
+    words: dict[str, str] = {}
     for word in text.split(","):
         key, equals, value = word.strip().partition("=")
         key, value = (key, value) if equals else ("r", key)
-        if key not in ("r", "targets"):
-            raise ConfigurationError(f"--lora: unknown word {key!r} in {text!r}; write r=16,targets=q_proj+v_proj")
-        if key in words:
-            raise ConfigurationError(f"--lora: {key} is given twice in {text!r}")
-        words[key] = tuple(value.split("+")) if key == "targets" else value
-    if not str(words.get("r", 16)).isdecimal():
-        raise ConfigurationError(f"--lora: {words['r']!r} in {text!r} is not a rank; write r=16,targets=q_proj+v_proj")
-    return Lora(int(words.get("r", 16)), words.get("targets", ()))
+        if key not in ("r", "targets") or key in words:
+            why = f"{key} is given twice" if key in words else f"unknown word {key!r}"
+            raise ConfigurationError(f"--lora: {why} in {text!r}; write r=16,targets=q_proj+v_proj")
+        words[key] = value
+    rank = words.get("r", "16")
+    if not rank.isdecimal():
+        raise ConfigurationError(f"--lora: {rank!r} in {text!r} is not a rank; write r=16,targets=q_proj+v_proj")
+    return Lora(int(rank), tuple(words["targets"].split("+")) if "targets" in words else ())
