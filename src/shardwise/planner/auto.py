@@ -43,7 +43,7 @@ NUM_PROBES = 5
 LATENCY_US = 20.0
 # The cores that compute also send, and every collective costs Python and gloo a part of a millisecond. One core encoded
 # at 3 % and decoded at 5 to 8 % of its copy rate.
-PROCESSOR_WEAR = Overheads(contention=2.0, event_s=5e-4, coding=0.05)
+PROCESSOR_OVERHEADS = Overheads(contention=2.0, event_s=5e-4, coding=0.05)
 # Measurements differ by this fraction from one start to the next.
 PROCESSOR_TIE = 0.1
 # The rates of a CPU are measured, so they are reached in full.
@@ -82,9 +82,16 @@ def choose(model: nn.Module, found: list[UnitSpec], asked: AutoRequest, machine:
         raise PlaceError(
             f"{asked.disk_path} is not a folder, and state might be offloaded there: make it, or name one that is there"
         )
-    subject = None if asked.batch is None else _probed(model, asked)
+    name, subject = type(model).__name__, None
+    try:
+        subject = None if asked.batch is None else subject_of_module(model, asked.training, asked.units)
+    except Exception as error:  # noqa: BLE001  any model's own code runs here
+        logger.warning(
+            "strategy 'auto': the memory of this %s's activations is unknown (%s: %s); a quarter of the memory is left "
+            "to them", name, type(error).__name__, str(error).partition("\n")[0],
+        )  # fmt: skip
     if subject is None:
-        name, works = type(model).__name__, {unit.name: Work(0, 0, 0, 0) for unit in found}
+        works = {unit.name: Work(0, 0, 0, 0) for unit in found}
         subject = Subject(name, tuple(found), lambda training: works, 0.0, {"name": name})
         assert machine.free_bytes is not None
         machine = replace(machine, free_bytes=round(machine.free_bytes * (1 - UNKNOWN_SHARE)))
@@ -110,18 +117,6 @@ def layouts_in(plan: Plan) -> list[Layout]:
     return list(plan.recommended.layouts)
 
 
-def _probed(model: nn.Module, asked: AutoRequest) -> Subject | None:
-    try:
-        return subject_of_module(model, asked.training, asked.units)
-    except Exception as error:  # noqa: BLE001  any model's own code runs here
-        logger.warning(
-            "strategy 'auto': what activations of this %s take could not be found out (%s: %s); a quarter of the "
-            "memory is left to them",
-            type(model).__name__, type(error).__name__, str(error).partition("\n")[0],
-        )  # fmt: skip
-        return None
-
-
 def machine_here(world: Channel, axes: Axes, free_bytes: int, disk_path: Path | None = None) -> Machine:
     """Describe the devices of all ranks, with `free_bytes` each, and the measured links. Host and disk have the free
     bytes of the machine that has least. All ranks must call this function, and all get the same value."""
@@ -130,12 +125,12 @@ def machine_here(world: Channel, axes: Axes, free_bytes: int, disk_path: Path | 
     on_disk = 0 if disk_path is None else free_bytes_on(disk_path)
     share = (host_bytes_here() // num_local_ranks(), on_disk // num_local_ranks())
     host_bytes, disk_bytes = (min(sizes) for sizes in zip(*exchange(world, share), strict=True))
+    links = {"intra": gpu.intra, "inter": gpu.intra if num_nodes == 1 else Link(50.0, 15.0)}
     cluster = Cluster(
         gpu=gpu,
         node_size=axes.node_size,
         num_nodes=num_nodes,
-        intra=gpu.intra,
-        inter=gpu.intra if num_nodes == 1 else Link(50.0, 15.0),
+        **(links | _measured_links(world, axes)),
         pcie=gpu.pcie,
         host_bytes=axes.node_size * host_bytes,
         disk_bytes=axes.node_size * disk_bytes,
@@ -143,9 +138,8 @@ def machine_here(world: Channel, axes: Axes, free_bytes: int, disk_path: Path | 
         disk_write_bytes_per_s=axes.node_size * gpu.host.disk_write_bytes_per_s,
         host_adam_elems_per_s=axes.node_size * gpu.host.host_adam_elems_per_s,
     )
-    cluster = replace(cluster, **_measured_links(world, axes))  # type: ignore[arg-type]
     is_gpu = device().type == "cuda"
-    return Machine(cluster, efficiency, IDEAL if is_gpu else PROCESSOR_WEAR, free_bytes, has_reserve=is_gpu)
+    return Machine(cluster, efficiency, IDEAL if is_gpu else PROCESSOR_OVERHEADS, free_bytes, has_reserve=is_gpu)
 
 
 def host_bytes_here() -> int:
@@ -197,16 +191,13 @@ def _device_here(free_bytes: int, world: Channel) -> tuple[Gpu, Efficiency]:
         # An unknown GPU is treated as an A100: all compared strategies run on the same one.
         gpu = gpu_named("A100-80GB") if known is None else known
         return replace(gpu, name=name if known is None else gpu.name, memory_bytes=free_bytes), efficiency_of(gpu.name)
-    flops, bytes_per_s = (min(rates) for rates in zip(*exchange(world, _processor_rates()), strict=True))
-    rates = {"flops": flops, "fp32_flops": flops, "hbm_bytes_per_s": bytes_per_s}
-    like = gpu_named("A100-80GB")
-    return replace(like, name="CPU", memory_bytes=free_bytes, switch=None, context_bytes=0, **rates), PROCESSOR
-
-
-def _processor_rates() -> tuple[float, float]:
-    """Measure the FLOP/s of a product and the bytes/s of a copy while the other ranks of this machine do the same."""
+    # The FLOP/s of a product and the bytes/s of a copy, while the other ranks of this machine measure them, too.
     a, b = torch.ones(512, 512), torch.ones(512, 512)
     long, into = torch.ones(4 << 20), torch.ones(4 << 20)
     product_s = min(timeit.repeat(lambda: torch.mm(a, b), number=1, repeat=5))
     copy_s = min(timeit.repeat(lambda: into.copy_(long), number=1, repeat=5))
-    return 2 * 512**3 / product_s, 2 * long.nbytes / copy_s
+    own = 2 * 512**3 / product_s, 2 * long.nbytes / copy_s
+    flops, bytes_per_s = (min(rates) for rates in zip(*exchange(world, own), strict=True))
+    rates = {"flops": flops, "fp32_flops": flops, "hbm_bytes_per_s": bytes_per_s}
+    like = gpu_named("A100-80GB")
+    return replace(like, name="CPU", memory_bytes=free_bytes, switch=None, context_bytes=0, **rates), PROCESSOR

@@ -71,10 +71,9 @@ def assess_best(assess: Assessor, name: str, layouts: Layout | Sequence[Layout],
 
 
 def presets(assess: Assessor, choice: Choice, only_exact: bool = False, has_disk: bool = True) -> Iterator[Assessment]:
-    is_fsdp2 = choice[0][0].engine == "fsdp2"
+    known = FSDP2_HAS if choice[0][0].engine == "fsdp2" else PRESETS
     for name, layout in PRESETS.items():
-        lacks_disk, is_unknown = layout.uses_disk and not has_disk, is_fsdp2 and name not in FSDP2_HAS
-        if not (lacks_disk or is_unknown or (only_exact and not layout.is_exact)):
+        if name in known and (has_disk or not layout.uses_disk) and (layout.is_exact or not only_exact):
             yield assess_best(assess, name, layout, choice)
 
 

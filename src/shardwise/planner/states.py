@@ -13,7 +13,7 @@ from ..base.errors import ConfigurationError
 from ..core.layout import PRESETS, Layout, Strategy, layouts_for
 from ..core.schedule.flat import Pass, flats_of
 from ..core.schedule.model import ROOT, Param, Site, UnitSpec
-from ..core.schedule.state_bytes import kept_losses
+from ..core.schedule.state_bytes import OffDevice, kept_losses
 from ..core.schedule.step_schedule import UnitPlan
 from ..core.schedule.unit_status import FlatGather
 from .assess import Machine
@@ -125,7 +125,7 @@ def _row(name: str, layout: Layout, num_params: int, machine: Machine, training:
             elsewhere[place] += (num_bytes - round(layout.kept * num_bytes)) * cluster.node_size
             num_bytes = round(layout.kept * num_bytes)
         on_device.append(num_bytes + (kept_losses(unit.flats) if what == "grads" else 0))
-    memory = Memory((Instant("between backward and step", (*on_device, 0, 0, 0, 0)),), (), training.num_moments, 0)
+    memory = Memory((Instant("between backward and step", (*on_device, 0, 0, 0, 0)),), OffDevice(0, 0, 0, 0))
     moved = _moved(unit, machine, training)
     return StatesRow(name, layout, training, machine, memory, elsewhere["host"], elsewhere["disk"], moved)
 

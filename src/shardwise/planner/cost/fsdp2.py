@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ...base.errors import ConfigurationError
+from ...core.schedule.state_bytes import off_device
 from ...core.schedule.step_schedule import Schedule, UnitPlan
 from ..training import Training
 from ..work.work import Work
@@ -104,8 +105,8 @@ def fsdp2_memory_of(
         step.forward()
         step.backward(is_first=index == 0)
     step.note("update", OPTIMIZER, step.shard_bytes if step.wrapping.is_foreach else 0)
-    flats = tuple(unit.flats for unit in schedule.units)
-    return Memory(tuple(step.instants), flats, training.num_moments, 0, tuple(step.pool_peaks))
+    away = off_device([unit.flats for unit in schedule.units], training.num_moments)
+    return Memory(tuple(step.instants), away, pools=tuple(step.pool_peaks))
 
 
 class _Step(MemoryWalk):
@@ -174,16 +175,13 @@ class _Step(MemoryWalk):
 
     def _gather_for_forward(self, name: str, input_bytes: int) -> None:
         group = self.groups[name]
-        self._allocate_gather(group)
+        # The output of the all-gather, and this rank's input, which is freed once it is copied in.
+        self.hold(GATHERED, group.part_bytes + group.collected_bytes, GATHER_STREAM)
         self.note(f"gather {name}", ACTIVATIONS, input_bytes)
         self.hold(GATHERED, -group.part_bytes - self.kept_output, GATHER_STREAM)
         self.kept_output = group.collected_bytes
         self.hold(GATHERED, group.gathered_bytes)
         self.gathered.add(id(group))
-
-    def _allocate_gather(self, group: Group) -> None:
-        """Allocate the output of the all-gather, and this rank's input, which the caller frees once it is copied in."""
-        self.hold(GATHERED, group.part_bytes + group.collected_bytes, GATHER_STREAM)
 
     def _end_forward(self, group: Group) -> None:
         is_last = bool(self.chain) and group is self.chain[-1]
@@ -236,17 +234,17 @@ class _Step(MemoryWalk):
 
     def _prefetch(self, position: int) -> None:
         if position >= 0 and id(self.chain[position]) not in self.gathered:
-            self.on_its_way = self.chain[position]
-            self._allocate_gather(self.on_its_way)
+            group = self.on_its_way = self.chain[position]
+            self.hold(GATHERED, group.part_bytes + group.collected_bytes, GATHER_STREAM)
             self.note("gather ahead")
-            self.hold(GATHERED, -self.on_its_way.part_bytes, GATHER_STREAM)
+            self.hold(GATHERED, -group.part_bytes, GATHER_STREAM)
 
     def _gather_for_backward(self, name: str, work: Work) -> None:
         group = self.groups[name]
         if id(group) in self.gathered:
             return
         if self.on_its_way is not group:
-            self._allocate_gather(group)
+            self.hold(GATHERED, group.part_bytes + group.collected_bytes, GATHER_STREAM)
             self.hold(GATHERED, -group.part_bytes, GATHER_STREAM)
         self.on_its_way = None
         self.hold(GATHERED, group.gathered_bytes - group.rest_bytes)

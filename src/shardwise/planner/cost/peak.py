@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from ...core.schedule import state_bytes, step_schedule
-from ...core.schedule.flat import Flat
 from ...core.schedule.step_schedule import Schedule, UnitPlan
 from ..events import Event, Move
 from ..training import Training
@@ -80,15 +79,9 @@ class Memory:
     """
 
     instants: tuple[Instant, ...]
-    units: tuple[tuple[Flat, ...], ...]
-    num_moments: float
-    stowed: int
+    away: state_bytes.OffDevice  # offloaded state, and the buffers of its transfers
+    stowed: int = 0
     pools: tuple[int, ...] = ()
-
-    @cached_property
-    def away(self) -> state_bytes.OffDevice:
-        """Offloaded state, and the buffers of its transfers."""
-        return state_bytes.off_device(self.units, self.num_moments)
 
     @property
     def host_bytes(self) -> int:
@@ -134,8 +127,8 @@ def memory_of(
             walk.backward(event.unit, is_last=index > last_forward)
         elif event.verb == "agree":
             walk.update(clips=any(event.verb == "norm" for event in events))
-    flats = tuple(unit.flats for unit in schedule.units)
-    return Memory(tuple(walk.instants), flats, training.num_moments, sum(list(walk.offloaded.values())[:-1]))
+    away = state_bytes.off_device([unit.flats for unit in schedule.units], training.num_moments)
+    return Memory(tuple(walk.instants), away, sum(list(walk.offloaded.values())[:-1]))
 
 
 class _Walk(MemoryWalk):

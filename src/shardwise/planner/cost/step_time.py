@@ -115,12 +115,6 @@ class Lanes:
         wire_s = move.num_bytes * cluster.node_size / rate
         return (move.way, wire_s), (DISK, wire_s)
 
-    def start_update(self, name: str, num_elems: int, moves: Sequence[Move], ready_s: float) -> Op:
-        """Queue an update on the host. `moves`: its reads from disk and writes to disk, which overlap with it."""
-        host_s = num_elems * self._cluster.node_size / self._cluster.host_adam_elems_per_s
-        wires = ((HOST, host_s), *(wire for move in moves for wire in self._wires(move)))
-        return self._queue(Op((HOST, HOST), name, ready_s, None, (wires, 0.0)))
-
     def _queue(self, op: Op) -> Op:
         self._queues[op.queue].append(op)
         return op
@@ -206,11 +200,14 @@ class Lanes:
 _CODING = {"gather": ("coding", "coding"), "reduce": ("start", "finish")}
 
 
-class StepSimulator:
-    """Simulates a step: the computation, the host that launches its kernels, and the transfers (`lanes`)."""
+class StepSimulator(Lanes):
+    """Simulates a step: the computation, the host that launches its kernels, and the transfers."""
 
-    def __init__(self, schedule: Schedule, seconds: Mapping[str, UnitSeconds], lanes: Lanes) -> None:
-        self.lanes, self.overheads, self._seconds = lanes, lanes.overheads, seconds
+    def __init__(
+        self, schedule: Schedule, seconds: Mapping[str, UnitSeconds], cluster: Cluster, overheads: Overheads
+    ) -> None:
+        super().__init__(cluster, overheads)
+        self._seconds = seconds
         self._has_slot = {unit.name for unit in schedule.units if unit.reduced_bytes}
         leaving = [unit for unit in schedule.units if any(f.host_updates and not f.grads_on_host for f in unit.flats)]
         self._has_leaving_grads = {unit.name for unit in leaving}
@@ -221,9 +218,8 @@ class StepSimulator:
 
     def play(self, events: Sequence[Event]) -> float:
         """Simulate one step; return the time at which its computation ends. Spans are those of this step."""
-        self.spans: list[Span] = []
-        self.lanes.spans = []
-        self.lanes.busy_s.clear()
+        self.spans.clear()
+        self.busy_s.clear()
         self.work_s = self.updates_s = self._norm_end_s = self._updates_end_s = 0.0
         self._gathers: dict[str, Op | None] = {}
         # By unit: the end of its reduction, and the end of the copy of its gradients to the host.
@@ -249,9 +245,9 @@ class StepSimulator:
             else:
                 self._exchange(event)
         self._update_on_host([event for event in events if event.host_elems])
-        arrived_s = max(map(self.lanes.end_of, self._arrivals.values()), default=0.0)
+        arrived_s = max(map(self.end_of, self._arrivals.values()), default=0.0)
         self._compute_s = max(self._compute_s, self._updates_end_s, self._host_s, arrived_s)
-        self.lanes.run_until(self._compute_s)
+        self.run_until(self._compute_s)
         return self._compute_s
 
     def _gather(self, event: Event) -> None:
@@ -261,7 +257,7 @@ class StepSimulator:
         last = self._host_updates.get(event.unit)
         for move in event.moves:
             if move.way in ("read", "to_device"):
-                last = self.lanes.start_move(name, move, ready_s, last, "gather")
+                last = self.start_move(name, move, ready_s, last, "gather")
         # Casts run next to the computation, and delay it by their own duration.
         cast_s = self._seconds[event.unit].cast
         self._extra_s += cast_s
@@ -269,18 +265,18 @@ class StepSimulator:
         self._gathers[event.unit] = last
         for move in event.moves:
             if move.way in ("to_host", "write"):
-                last = self.lanes.start_move(name, move, ready_s, last, "gather")
+                last = self.start_move(name, move, ready_s, last, "gather")
 
     def _start_collectives(self, event: Event, ready_s: float, last: Op | None) -> Op | None:
         """Encode, send and decode, which delays the computation by the duration of both codings."""
         lane, name, (before, after) = event.verb, f"{event.verb} {event.unit}", _CODING[event.verb]
-        self._extra_s += self.lanes.coding_s(event.encode_bytes + event.decode_bytes)
-        last = self.lanes.start_coding((lane, before), name, event.encode_bytes, ready_s, last)
-        last = self.lanes.start_calls(lane, name, event.calls, ready_s, last)
-        return self.lanes.start_coding((lane, after), name, event.decode_bytes, ready_s, last)
+        self._extra_s += self.coding_s(event.encode_bytes + event.decode_bytes)
+        last = self.start_coding((lane, before), name, event.encode_bytes, ready_s, last)
+        last = self.start_calls(lane, name, event.calls, ready_s, last)
+        return self.start_coding((lane, after), name, event.decode_bytes, ready_s, last)
 
     def _compute(self, event: Event) -> None:
-        name, unit, end_of = event.unit, self._seconds[event.unit], self.lanes.end_of
+        name, unit, end_of = event.unit, self._seconds[event.unit], self.end_of
         if event.verb == "forward":
             work_s, num_kernels = unit.forward, unit.forward_kernels
             # The device has memory for the activations of this unit and of one that is being copied.
@@ -296,7 +292,7 @@ class StepSimulator:
         begin_s = max(self._compute_s, self._host_s, ready_s, end_of(self._gathers.pop(name, None)))
         self._host_s += num_kernels * self.overheads.launch_s
         # The unit cannot end before its last kernel is launched.
-        self._compute_s = max(self.lanes.computed(begin_s, work_s + self._extra_s), self._host_s)
+        self._compute_s = max(self.computed(begin_s, work_s + self._extra_s), self._host_s)
         self._extra_s = 0.0
         self.work_s += work_s
         self.spans.append(Span("compute", f"{event.verb} {name}", begin_s, self._compute_s))
@@ -304,7 +300,7 @@ class StepSimulator:
     def _copy_activations(self, event: Event) -> None:
         before = self._copies.get(("stow", event.unit)) if event.verb == "fetch" else None
         name = f"{event.verb} {event.unit}"
-        copy = self.lanes.start_move(name, event.moves[0], self._compute_s, before, "activations")
+        copy = self.start_move(name, event.moves[0], self._compute_s, before, "activations")
         self._copies[event.verb, event.unit] = copy
         if event.verb == "stow":
             self._offloads.append(copy)
@@ -314,7 +310,7 @@ class StepSimulator:
         name = f"reduce {event.unit}"
         last = reduced = self._start_collectives(event, self._compute_s, None)
         for move in event.moves:
-            last = self.lanes.start_move(name, move, self._compute_s, last, "gradients")
+            last = self.start_move(name, move, self._compute_s, last, "gradients")
         if event.unit in self._has_slot:
             self._slots.append(last)
         if is_last:
@@ -326,13 +322,13 @@ class StepSimulator:
         """Exchange small values between ranks. Nothing waits for the flags of used parameters. The norm waits for all
         gradients, and all updates wait for the norm."""
         if event.verb != "norm":
-            self.lanes.start_calls("reduce", event.verb, event.calls, self._compute_s, None)
+            self.start_calls("reduce", event.verb, event.calls, self._compute_s, None)
             return
-        begin_s = max([self._compute_s, *map(self.lanes.end_of, self._reductions.values())])
+        begin_s = max([self._compute_s, *map(self.end_of, self._reductions.values())])
         norm_s = sum(self._seconds[name].norm for name in self._reductions)
         self._compute_s = begin_s + norm_s
-        last = self.lanes.start_calls("reduce", "norm", event.calls, self._compute_s, None)
-        self._compute_s = max(self._compute_s, self.lanes.end_of(last))
+        last = self.start_calls("reduce", "norm", event.calls, self._compute_s, None)
+        self._compute_s = max(self._compute_s, self.end_of(last))
         self._norm_end_s = self._compute_s
         self.updates_s += norm_s
         self.spans.append(Span("compute", "norm", begin_s, self._compute_s))
@@ -341,25 +337,28 @@ class StepSimulator:
         """Simulate a unit's update on the device."""
         update_s = self._seconds[event.unit].update
         if update_s or not event.host_elems:
-            reduced_s = self.lanes.end_of(self._reductions.get(event.unit))
+            reduced_s = self.end_of(self._reductions.get(event.unit))
             begin_s = max(self._compute_s, self._updates_end_s, reduced_s)
-            self._updates_end_s = self.lanes.computed(begin_s, update_s)
+            self._updates_end_s = self.computed(begin_s, update_s)
             self.updates_s += update_s
             self.spans.append(Span("compute", f"update {event.unit}", begin_s, self._updates_end_s))
 
     def _update_on_host(self, events: Sequence[Event]) -> None:
         """Queue the host's updates. With clipping all are ready after the norm, else each when its gradient arrives."""
         waiting = {event.unit: event for event in events}
-        ready_s = {name: max(self._norm_end_s, self.lanes.end_of(self._arrivals.get(name))) for name in waiting}
+        ready_s = {name: max(self._norm_end_s, self.end_of(self._arrivals.get(name))) for name in waiting}
         while waiting:
             start_s = max(self._host_updates_end_s, min(ready_s[name] for name in waiting))
             candidates = [name for name in waiting if self._norm_end_s or ready_s[name] <= start_s]
             name = min(candidates, key=lambda name: self._position_of[name])
             event = waiting.pop(name)
-            op = self.lanes.start_update(f"update {name}", event.host_elems, event.moves, ready_s[name])
-            self._host_updates[name] = op
+            # Reads from disk and writes to disk overlap with the update.
+            host_s = event.host_elems * self._cluster.node_size / self._cluster.host_adam_elems_per_s
+            wires = ((HOST, host_s), *(wire for move in event.moves for wire in self._wires(move)))
+            op = Op((HOST, HOST), f"update {name}", ready_s[name], None, (wires, 0.0))
+            self._host_updates[name] = self._queue(op)
             # An estimate without other disk transfers, which is used only for the order of updates.
-            self._host_updates_end_s = max(start_s, ready_s[name]) + max(wire_s for _, wire_s in op.cost[0])
+            self._host_updates_end_s = max(start_s, ready_s[name]) + max(wire_s for _, wire_s in wires)
 
 
 @dataclass(frozen=True, slots=True)
@@ -379,7 +378,7 @@ class Timing:
             self,
             step_s=self.step_s + num * (self.step_s - fewer.step_s),
             compute_s=self.compute_s + num * (self.compute_s - fewer.compute_s),
-            busy_s={name: busy + num * (busy - fewer.busy_s[name]) for name, busy in self.busy_s.items()},
+            busy_s={name: busy + num * (busy - fewer.busy_s.get(name, 0.0)) for name, busy in self.busy_s.items()},
         )
 
     @property
@@ -395,14 +394,14 @@ def step_time(
     overheads: Overheads = IDEAL,
 ) -> Timing:
     """Simulate a step. `events`: `step_events(schedule, ...)`; `seconds`: durations of each unit without waits."""
-    simulator = StepSimulator(schedule, seconds, Lanes(cluster, overheads))
+    simulator = StepSimulator(schedule, seconds, cluster, overheads)
     begin_s = simulator.play(events)
     end_s = simulator.play(events)
     spans = [
         Span(span.lane, span.name, span.begin_s - begin_s, span.end_s - begin_s)
-        for span in (*simulator.spans, *simulator.lanes.spans)
+        for span in simulator.spans
         # Keep computations of zero duration: the n-th one belongs to the n-th instant of the predicted memory.
         if (span.end_s > span.begin_s or span.lane == "compute") and span.begin_s < end_s
     ]
-    spans.sort(key=lambda span: span.begin_s)
-    return Timing(end_s - begin_s, simulator.work_s, simulator.updates_s, simulator.lanes.busy_s, tuple(spans))
+    spans.sort(key=lambda span: (span.begin_s, span.lane != "compute"))
+    return Timing(end_s - begin_s, simulator.work_s, simulator.updates_s, dict(simulator.busy_s), tuple(spans))

@@ -276,39 +276,33 @@ def measure_call(
     run = noted if around is None else around(noted)
     seed = torch.empty((), device="meta", requires_grad=True)
     with counting:
-        out, before = _called(counting, run, args, kwargs, like, seed)
-        work = counting.end_forward(before, rounded(out.untyped_storage().nbytes()))
+        out = _called(counting, run, args, kwargs, like, seed)
+        work = counting.end_forward(rounded(out.untyped_storage().nbytes()))
         if out.grad_fn is None:
             return work
-        begun: list[int] = []
-
-        def begins() -> None:
-            begun.append(counting.live)
-            counting.peak = counting.live
-
-        sink = _Sink.apply(out, begins)  # type: ignore[no-untyped-call]
+        sink = _Sink.apply(out, counting.begin)  # type: ignore[no-untyped-call]
         del out
         torch.autograd.backward((sink,))
     grad_bytes = sum(rounded(weight.grad.untyped_storage().nbytes()) for weight in weights if weight.grad is not None)
     for weight in weights:
         weight.grad = None
-    return counting.end_backward(work, begun[0], grad_bytes)
+    return counting.end_backward(work, grad_bytes)
 
 
 def _called(
     counting: Counting, run: Forward, args: tuple[Any, ...], kwargs: dict[str, Any], like: Tensor | None, seed: Tensor
-) -> tuple[Tensor, int]:
-    """Return the output, and the live bytes before the call. Nothing holds the input after the call."""
+) -> Tensor:
+    """Return the output of a call. Nothing holds the input after it."""
     made: list[Tensor] = []
     if like is not None and like.requires_grad:
         made.append(_Source.apply(seed, like.detach()))  # type: ignore[no-untyped-call]
     elif like is not None:
         made.append(torch.empty_like(like))
-    before = counting.peak = counting.live
+    counting.begin()
     args, kwargs = tree_map(lambda part: made[0] if part is like and like is not None else part, (args, kwargs))
     made.clear()
     found = tensors_in(run(*args, **kwargs))
-    return next((part for part in found if part.grad_fn is not None), found[0]), before
+    return next((part for part in found if part.grad_fn is not None), found[0])
 
 
 @dataclass(frozen=True, slots=True)

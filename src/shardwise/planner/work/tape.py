@@ -334,16 +334,16 @@ def measure(
     """Return the work of a block with an input of `num_elems`."""
     tape = Tape(itemsize, habits)
     x = tape.input(num_elems, needs_input_grad)
-    before = tape.live
+    tape.begin()
     out = block(tape, x) if checkpointing == "none" else tape.checkpoint(block, x, checkpointing == "selective")
     del x
-    forward = tape.end_forward(before, out.storage.num_bytes, kind)
+    forward = tape.end_forward(out.storage.num_bytes, kind)
     if out.node is None:
         return forward
     grads: Gradients = [tape.new(out.num_elems, out.itemsize)]
     last = Tensor(Storage(tape, 0), 0, 0, out.node, out.slot)
     del out
-    tape.peak = before = tape.live
+    tape.begin()
     reached = tape.backward(last, grads)
     grad_bytes = tape.live - sum(grad.storage.num_bytes for grad in reached.values())
-    return tape.end_backward(forward, before, grad_bytes)
+    return tape.end_backward(forward, grad_bytes)

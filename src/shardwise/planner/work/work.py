@@ -72,7 +72,7 @@ class Meter:
     """Counts live bytes and their peak, products and traffic while a unit runs forward and then backward."""
 
     def __init__(self) -> None:
-        self.live = self.peak = self.num_kernels = 0
+        self.live = self.peak = self.before = self.num_kernels = 0
         self.products: list[Product] = []
         self.attention_flops = self.moved_bytes = 0.0
 
@@ -80,20 +80,24 @@ class Meter:
         self.live += num_bytes
         self.peak = max(self.peak, self.live)
 
-    def end_forward(self, before: int, output_bytes: int, kind: Kind = "activations") -> Work:
-        """Return the work of the forward. From here on, products count as recomputed by the backward. `before`: live
-        bytes when the forward began."""
+    def begin(self) -> None:
+        """Begin a forward or a backward: its peak is relative to the bytes that are live now."""
+        self.before = self.peak = self.live
+
+    def end_forward(self, output_bytes: int, kind: Kind = "activations") -> Work:
+        """Return the work of the forward. From here on, products count as recomputed by the backward."""
         work = Work(
-            self.live - output_bytes, self.peak - before, 0, output_bytes, 0, tuple(self.products),
+            self.live - output_bytes, self.peak - self.before, 0, output_bytes, 0, tuple(self.products),
             self.attention_flops, self.moved_bytes, self.num_kernels, kind=kind,
         )  # fmt: skip
         self.products, self.attention_flops = [], 0.0
         return work
 
-    def end_backward(self, forward: Work, before: int, grad_bytes: int) -> Work:
-        recomputed_flops = sum(product.flops for product in self.products) + self.attention_flops
-        recomputed = recomputed_flops / forward.flops if forward.flops else 0.0
-        return replace(forward, backward_peak_bytes=self.peak - before, grad_bytes=grad_bytes, recomputed=recomputed)
+    def end_backward(self, forward: Work, grad_bytes: int) -> Work:
+        flops = sum(product.flops for product in self.products) + self.attention_flops
+        recomputed = flops / forward.flops if forward.flops else 0.0
+        peak = self.peak - self.before
+        return replace(forward, backward_peak_bytes=peak, grad_bytes=grad_bytes, recomputed=recomputed)
 
 
 def chain(works: Sequence[Work], input_bytes: int = 0) -> Work:
