@@ -111,12 +111,7 @@ def _row(level: int, node: "Node") -> tuple[str, ...]:
 
 
 def _as_json(opened: "Opened") -> dict[str, Any]:
-    from ..checkpoint.index import Stored
     from ..checkpoint.tree import totals_of
-
-    def described(stored: Stored) -> dict[str, Any]:
-        about = {"shape": stored.shape, "dtype": stored.dtype, "num_bytes": stored.num_bytes}
-        return {**about, "num_pieces": len(stored.pieces)}
 
     index = opened.index
     return {
@@ -128,18 +123,21 @@ def _as_json(opened: "Opened") -> dict[str, Any]:
         "files": [
             {"name": file.name, "num_bytes": file.num_bytes, "num_checksums": len(file.checks)} for file in index.files
         ],
-        "tensors": {
-            name: {
-                **described(saved),
-                "kind": saved.kind,
-                "is_trained": saved.is_trained,
-                "tied": saved.tied,
-                "group": saved.group,
-                "state": {k: described(item) if isinstance(item, Stored) else item for k, item in saved.state.items()},
-            }
-            for name, saved in index.tensors.items()
-        },
+        "tensors": {name: _described(saved) for name, saved in index.tensors.items()},
     }
+
+
+def _described(item: Any) -> Any:
+    """Describe a tensor; plain values of an optimizer's state are themselves."""
+    from ..checkpoint.index import Saved, Stored
+
+    if not isinstance(item, Stored):
+        return item
+    about = {"shape": item.shape, "dtype": item.dtype, "num_bytes": item.num_bytes, "num_pieces": len(item.pieces)}
+    if isinstance(item, Saved):
+        about |= {name: getattr(item, name) for name in ("kind", "is_trained", "tied", "group")}
+        about["state"] = {key: _described(part) for key, part in item.state.items()}
+    return about
 
 
 @documented

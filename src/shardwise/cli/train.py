@@ -12,7 +12,7 @@ from dataclasses import Field, fields
 from functools import partial
 from itertools import zip_longest
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 import typer
 from typer.core import TyperCommand
@@ -20,9 +20,6 @@ from typer.core import TyperCommand
 from ..base.errors import ConfigurationError
 from ..trainer.settings import Settings
 from .shared import documented
-
-if TYPE_CHECKING:
-    from ..trainer.config import Resolved
 
 PRINTERS = ("--print-slurm", "--print-k8s")
 
@@ -87,18 +84,25 @@ def train(
     print_k8s: bool = False,
     **flags: Any,
 ) -> None:
-    from ..trainer.config import explain, files_in
+    from ..trainer.config import FIELDS, explain, files_in, resolve
     from ..trainer.config import schema as schema_of_settings
     from ..trainer.run_folder import config_to_go_on_with
 
     if schema:
         print(json.dumps(schema_of_settings(), indent=1))
         return
-    others = _settings_of_others(deepspeed, accelerate_config)
-    resolved = _resolved(words or [], flags, others)
-    own = None if files_in(words or []) else config_to_go_on_with(resolved.settings)
-    if own is not None:  # a resumed run keeps its settings, except those given now
-        resolved = _resolved(words or [], flags, others, own)
+    words, others = words or [], _settings_of_others(deepspeed, accelerate_config)
+    try:
+        resolved = resolve(words, flags, os.environ, others=others)
+        own = None if files_in(words) else config_to_go_on_with(resolved.settings)
+        if own is not None:  # a resumed run keeps its settings, except those given now
+            resolved = resolve(words, flags, os.environ, own, others)
+    except ConfigurationError:
+        from ..migrate.api import refuse_as_ours
+
+        for name in files_in(words):
+            refuse_as_ours(Path(name), FIELDS)
+        raise
     if show_config:
         print(explain(resolved))
     elif print_slurm or print_k8s:
@@ -110,24 +114,6 @@ def train(
         from ..trainer.launcher import launch
 
         raise typer.Exit(launch(resolved.settings, resolved.origin))
-
-
-def _resolved(
-    words: list[str],
-    flags: Mapping[str, Any],
-    others: Mapping[str, Mapping[str, Any]],
-    file: tuple[str, str] | None = None,
-) -> "Resolved":
-    from ..trainer.config import FIELDS, files_in, resolve
-
-    try:
-        return resolve(words, flags, os.environ, file, others)
-    except ConfigurationError:
-        from ..migrate.api import refuse_as_ours
-
-        for name in files_in(words):
-            refuse_as_ours(Path(name), FIELDS)
-        raise
 
 
 def _settings_of_others(deepspeed: str | None, accelerate_config: str | None) -> dict[str, Mapping[str, Any]]:
@@ -146,7 +132,4 @@ def _settings_of_others(deepspeed: str | None, accelerate_config: str | None) ->
     from ..migrate.accelerate import read_environment
 
     launched = read_environment(os.environ)
-    if launched is None:
-        return {}
-    launched.require_accepted()
-    return {launched.source: launched.settings}
+    return {} if launched is None else {launched.source: launched.require_accepted().settings}
