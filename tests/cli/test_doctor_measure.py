@@ -33,14 +33,14 @@ def test_a_machine_is_measured_and_can_be_planned_for(tmp_path: Path) -> None:
 def test_a_file_in_a_folder_that_is_not_there(tmp_path: Path) -> None:
     seen = run("--measure", str(tmp_path / "no" / "hardware.json"))
     assert seen.returncode == 2
-    assert "there is no folder" in seen.stderr
+    assert "No such file or directory" in seen.stderr
 
 
 def test_a_place_where_no_file_can_be(tmp_path: Path, ask: Asker) -> None:
     """Said before anything is measured."""
     answer = ask("doctor", "--measure", tmp_path)
     assert (answer.code, answer.err.count("\n")) == (2, 1)
-    assert "is a folder; name a file in it" in answer.err
+    assert "Is a directory" in answer.err
     answer = ask("doctor", "--measure", tmp_path / ("long" * 100))
     assert (answer.code, answer.err.count("\n")) == (2, 1)
     assert "cannot be written" in answer.err

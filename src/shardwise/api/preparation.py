@@ -29,7 +29,7 @@ from ..core.schedule.step_schedule import Schedule, UnitPlan, make_schedule
 from ..core.schedule.units import Units, find_units
 from ..core.unit.user_parameter import place_of
 from ..planner.assess import Machine
-from ..planner.auto import AutoRequest, Batch, choose, layouts_in
+from ..planner.auto import AutoRequest, Batch, choose
 from ..planner.planning import Plan
 from ..planner.search import moves_behind_auto
 from ..planner.training import Training
@@ -97,7 +97,8 @@ def prepare(request: Request) -> Prepared:
         training = Training(precision=precision, moments=moments, **sizes)
         auto = AutoRequest(training, batch, request.units, request.memory_budget, keep_fp32, moves, request.disk_path)
         chosen = choose(model, found, auto, request.machine)
-    layouts = _layouts_as_named(request, found) if chosen is None else layouts_in(chosen)
+    best = None if chosen is None else chosen.recommended
+    layouts = _layouts_as_named(request, found) if best is None else list(best.layouts)
     plans = []
     for unit, layout in zip(found, layouts, strict=True):
         flats = flats_of(unit, layout, precision, axes.sizes_and_indices, keep_fp32)

@@ -120,16 +120,14 @@ def _require_writable(file: Path) -> None:
     """Raise ConfigurationError if the result could not be written, before it is measured."""
     try:
         file = file.expanduser()
-        if not file.absolute().parent.is_dir():
-            raise ConfigurationError(f"--measure: there is no folder {str(file.parent)!r}")
-        if file.is_dir():
-            raise ConfigurationError(f"--measure: {str(file)!r} is a folder; name a file in it")
         is_new = not file.exists()
         file.open("a").close()
         if is_new:
             file.unlink()
     except (OSError, RuntimeError) as error:
-        raise ConfigurationError(f"--measure: {str(file)!r} cannot be written: {error}") from None
+        raise ConfigurationError(
+            f"--measure: {str(file)!r} cannot be written ({error}): name a file in a folder that exists"
+        ) from None
 
 
 def _text(findings: "list[Finding]") -> str:

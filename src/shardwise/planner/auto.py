@@ -19,7 +19,7 @@ from torch import nn
 
 from ..base.errors import MemoryExceededError, PlaceError
 from ..base.processes import memory_limit
-from ..core.layout import AUTO, Layout
+from ..core.layout import AUTO
 from ..core.mesh import Axes, device, num_local_ranks
 from ..core.schedule.model import UnitSpec
 from ..core.schedule.units import Units
@@ -112,11 +112,6 @@ def choose(model: nn.Module, found: list[UnitSpec], asked: AutoRequest, machine:
     return plan
 
 
-def layouts_in(plan: Plan) -> list[Layout]:
-    assert plan.recommended is not None
-    return list(plan.recommended.layouts)
-
-
 def machine_here(world: Channel, axes: Axes, free_bytes: int, disk_path: Path | None = None) -> Machine:
     """Describe the devices of all ranks, with `free_bytes` each, and the measured links. Host and disk have the free
     bytes of the machine that has least. All ranks must call this function, and all get the same value."""
@@ -125,12 +120,14 @@ def machine_here(world: Channel, axes: Axes, free_bytes: int, disk_path: Path | 
     on_disk = 0 if disk_path is None else free_bytes_on(disk_path)
     share = (host_bytes_here() // num_local_ranks(), on_disk // num_local_ranks())
     host_bytes, disk_bytes = (min(sizes) for sizes in zip(*exchange(world, share), strict=True))
-    links = {"intra": gpu.intra, "inter": gpu.intra if num_nodes == 1 else Link(50.0, 15.0)}
+    inter = gpu.intra if num_nodes == 1 else Link(50.0, 15.0)
+    links = {"intra": gpu.intra, "inter": inter, **_measured_links(world, axes)}
     cluster = Cluster(
         gpu=gpu,
         node_size=axes.node_size,
         num_nodes=num_nodes,
-        **(links | _measured_links(world, axes)),
+        intra=links["intra"],
+        inter=links["inter"],
         pcie=gpu.pcie,
         host_bytes=axes.node_size * host_bytes,
         disk_bytes=axes.node_size * disk_bytes,

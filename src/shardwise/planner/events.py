@@ -5,6 +5,7 @@ bytes between ranks (`calls`), and between the memories of its own rank (`moves`
 over the bus, from disk and to it. `traffic_of` adds up the bytes of a list.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import chain
@@ -122,7 +123,7 @@ def _norm_calls(schedule: Schedule) -> Iterator[Call]:
 
 def gather_event(unit: UnitPlan, todo: Iterable[FlatGather]) -> Event:
     calls: list[Call] = []
-    moves: list[Move] = []
+    moves: Counter[Way] = Counter()
     encode_bytes = decode_bytes = 0
     for at, is_stale, is_encoded in todo:
         flat = unit.flats[at]
@@ -132,7 +133,7 @@ def gather_event(unit: UnitPlan, todo: Iterable[FlatGather]) -> Event:
                 calls.append(Call(hop.kind, hop.axis, str(flat.params_codec), num_bytes, num_ranks))
             else:
                 calls.append(describe_call(hop.kind, hop.axis, num_ranks, num_elems, flat.compute))
-        moves.extend(_copy_moves(flat, is_stale))
+        _add_copies(moves, flat, is_stale)
         if is_encoded:
             # Rows are encoded from this rank's master, which is cast already, or copied from the copy at rest, which
             # consists of such rows; a new copy is written there.
@@ -141,24 +142,22 @@ def gather_event(unit: UnitPlan, todo: Iterable[FlatGather]) -> Event:
             if is_stale or not flat.copy_is_encoded:
                 encode_bytes += flat.num_master * flat.compute.itemsize + flat.row_bytes
             decode_bytes += flat.gathered_row_bytes + flat.num_elems * flat.compute.itemsize
-    return Event("gather", unit.name, tuple(calls), _added_up(moves), 0, encode_bytes, decode_bytes)
+    return Event("gather", unit.name, tuple(calls), _moves(moves), 0, encode_bytes, decode_bytes)
 
 
-def _copy_moves(flat: Flat, is_stale: bool) -> Iterator[Move]:
-    """Bytes that the copies of a gather move between the memories of this rank."""
+def _add_copies(moves: Counter[Way], flat: Flat, is_stale: bool) -> None:
+    """Add the bytes that the copies of a gather move between the memories of this rank."""
     route = flat.route(is_stale)
     for target, source in (*route.before, *route.after):
         num_elems = flat.num_master if target in ("own", "own_in_rest") else flat.num_rest
-        num_bytes = num_elems * flat.compute.itemsize
         to, place = _place_of(flat, target), _place_of(flat, source)
-        if place == "disk":
-            yield Move("read", num_bytes)
-        if place != "device" and to == "device":
-            yield Move("to_device", num_bytes)
-        if place == "device" and to != "device":
-            yield Move("to_host", num_bytes)
-        if to == "disk":
-            yield Move("write", num_bytes)
+        ways: dict[Way, bool] = {
+            "read": place == "disk",
+            "to_device": place != "device" and to == "device",
+            "to_host": place == "device" and to != "device",
+            "write": to == "disk",
+        }
+        moves.update({way: num_elems * flat.compute.itemsize for way, is_used in ways.items() if is_used})
 
 
 def _place_of(flat: Flat, buffer: Buffer) -> Place:
@@ -174,7 +173,7 @@ def _place_of(flat: Flat, buffer: Buffer) -> Place:
 def reduce_event(unit: UnitPlan, is_first: bool, is_last: bool) -> Event:
     """The reduction of a unit. Gradients on the host come back to be added to."""
     calls: list[Call] = []
-    moves: list[Move] = []
+    moves: Counter[Way] = Counter()
     encode_bytes = decode_bytes = 0
     for flat in unit.flats:
         if flat.trainable:
@@ -188,12 +187,12 @@ def reduce_event(unit: UnitPlan, is_first: bool, is_last: bool) -> Event:
                 encode_bytes += first
                 decode_bytes += sum(others)
             if flat.grads_on_host and not is_first:
-                moves.append(Move("to_device", flat.num_grads * flat.reduce.itemsize))
+                moves["to_device"] += flat.num_grads * flat.reduce.itemsize
             if flat.host_updates and is_last:
-                moves.append(Move("to_host", flat.num_master * flat.reduce.itemsize))
+                moves["to_host"] += flat.num_master * flat.reduce.itemsize
             elif flat.grads_on_host:
-                moves.append(Move("to_host", flat.num_grads * flat.reduce.itemsize))
-    return Event("reduce", unit.name, tuple(calls), _added_up(moves), 0, encode_bytes, decode_bytes)
+                moves["to_host"] += flat.num_grads * flat.reduce.itemsize
+    return Event("reduce", unit.name, tuple(calls), _moves(moves), 0, encode_bytes, decode_bytes)
 
 
 def _encoded_reduction(flat: Flat, codec: Codec, hops: Iterable[Hop]) -> tuple[list[Call], list[int]]:
@@ -223,22 +222,21 @@ _MAKERS: dict[Verb, Callable[..., Event]] = {"gather": gather_event, "reduce": r
 
 def update_event(unit: UnitPlan, num_moments: float) -> Event:
     host_elems = 0
-    moves: list[Move] = []
+    moves: Counter[Way] = Counter()
     for flat in unit.flats:
         # A part that is padding alone is not updated.
         if flat.host_updates and any(pieces(flat.intervals, flat.spans[flat.depth_of_master])):
             host_elems += flat.num_master
             if flat.master_on == "disk":
                 num_bytes = round(flat.num_master * flat.master.itemsize * (1 + num_moments))
-                moves += [Move("read", num_bytes), Move("write", num_bytes)]
+                moves.update({"read": num_bytes, "write": num_bytes})
             if flat.rest_on == "disk" and flat.rest_is_own:
-                moves.append(Move("write", flat.num_master * flat.compute.itemsize))
-    return Event("update", unit.name, (), _added_up(moves), host_elems)
+                moves["write"] += flat.num_master * flat.compute.itemsize
+    return Event("update", unit.name, (), _moves(moves), host_elems)
 
 
-def _added_up(moves: Sequence[Move]) -> tuple[Move, ...]:
-    ways = dict.fromkeys(move.way for move in moves)
-    return tuple(Move(way, sum(move.num_bytes for move in moves if move.way == way)) for way in ways)
+def _moves(moves: Counter[Way]) -> tuple[Move, ...]:
+    return tuple(Move(way, num_bytes) for way, num_bytes in moves.items())
 
 
 @dataclass(frozen=True, slots=True)

@@ -363,8 +363,8 @@ class StepSimulator(Lanes):
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Predicted time of a step. `compute_s`: forwards and backwards without waits; `update_s`: updates on the device;
-    `exposed_s`: the rest, i.e. waits for wires and host, and slowdown by collectives. `busy_s`: seconds by wire."""
+    """Predicted time of a step. `compute_s`: forwards and backwards without waits; `update_s`: updates on the device.
+    The rest are waits for wires and host, and slowdown by collectives. `busy_s`: seconds by wire."""
 
     step_s: float
     compute_s: float
@@ -380,10 +380,6 @@ class Timing:
             compute_s=self.compute_s + num * (self.compute_s - fewer.compute_s),
             busy_s={name: busy + num * (busy - fewer.busy_s.get(name, 0.0)) for name, busy in self.busy_s.items()},
         )
-
-    @property
-    def exposed_s(self) -> float:
-        return max(0.0, self.step_s - self.compute_s - self.update_s)
 
 
 def step_time(

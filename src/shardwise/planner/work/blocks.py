@@ -185,13 +185,9 @@ def llama_rotate(tape: Tape, x: Tensor) -> Tensor:
     """transformers' rotary positions, in the compute dtype: x * cos + rotate_half(x) * sin."""
     if tape.habits.is_fused:
         return scale(tape, x)
-    return add(tape, scale(tape, x), scale(tape, _rotate_half(tape, x)))
-
-
-def _rotate_half(tape: Tape, x: Tensor) -> Tensor:
-    first = tape.view(x, x.num_elems // 2)
-    second = tape.view(x, x.num_elems // 2)
-    return tape.cat((scale(tape, second), first))
+    scaled = scale(tape, x)
+    first, second = (tape.view(x, x.num_elems // 2) for _ in range(2))
+    return add(tape, scaled, scale(tape, tape.cat((scale(tape, second), first))))
 
 
 def in_tree_block(shape: ModelShape, t: Tape, x: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
+
 from ..training import Checkpointing
 from .work import Kind, Meter, Product, Work, rounded
 
@@ -95,7 +96,7 @@ class Habits:
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """What an operation allocates besides its inputs and its result, and its FLOP.
+    """Memory of an operation besides its inputs and its result, and its FLOP.
 
     `extra_bytes` are saved for the backward (statistics of a norm), `scratch_bytes` live while the backward runs.
     `is_kept`: selective checkpointing saves the result.
@@ -146,11 +147,6 @@ class Tape(Meter):
         self._sequence += 1
         sources = [None if tensor.node is None else (tensor.node, tensor.slot) for tensor in inputs]
         return Node(self._sequence, sources, num_outputs)
-
-    def input(self, num_elems: int, needs_grad: bool = True) -> Tensor:
-        tensor = self.new(num_elems)
-        tensor.node = self.node(()) if needs_grad else None
-        return tensor
 
     def op(
         self,
@@ -251,10 +247,10 @@ class Tape(Meter):
         waiting: Counter[Node] = Counter()
         found = [root]
         while found:
-            for edge in filter(None, found.pop().inputs):
-                if edge[0] not in waiting:
-                    found.append(edge[0])
-                waiting[edge[0]] += 1
+            for source, _ in filter(None, found.pop().inputs):
+                if source not in waiting:
+                    found.append(source)
+                waiting[source] += 1
         buffers: dict[Node, Gradients] = {root: [None] * root.num_outputs}
         buffers[root][slot] = grads.pop()
         ready = [(-root.sequence, root)]
@@ -333,7 +329,8 @@ def measure(
 ) -> Work:
     """Return the work of a block with an input of `num_elems`."""
     tape = Tape(itemsize, habits)
-    x = tape.input(num_elems, needs_input_grad)
+    x = tape.new(num_elems)
+    x.node = tape.node(()) if needs_input_grad else None
     tape.begin()
     out = block(tape, x) if checkpointing == "none" else tape.checkpoint(block, x, checkpointing == "selective")
     del x

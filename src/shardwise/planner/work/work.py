@@ -10,7 +10,6 @@ from typing import Literal
 
 from ...base.intervals import round_up
 
-
 Kind = Literal["activations", "loss"]
 
 
