@@ -34,7 +34,7 @@ def test_the_table() -> None:
         "zero3_offload": ("host", "host", "host", "device"),
         "zero3_nvme": ("disk", "host", "disk", "device"),
     }
-    assert {name: layout._codecs for name, layout in PRESETS.items() if not layout.is_exact} == {
+    assert {name: layout.codecs for name, layout in PRESETS.items() if not layout.is_exact} == {
         "zeropp": ["params_as=int8", "grads_as=int4"]
     }
 

@@ -340,7 +340,7 @@ def test_codecs_that_do_not_fit_the_precision(run_ranks: Pool, strategy: str, pr
         ("ddp+params_as=int8:forward", "parameters that every rank updates are never sent"),
         ("zero2+params_as=int8:forward", "'int8:forward' with gathered_until='always': .*; write 'int8', or gathered"),
         ("shard_grad_op+params_as=int8:forward", "'int8:forward' with gathered_until='backward'"),
-        ("zeropp+params_as=int8:64:forward", "params='node' and optimizer='world': .* stays encoded.*'int8:64'"),
+        ("zeropp+params_as=int8:64:forward", "params='node' with optimizer='world': .* stays encoded.*'int8:64'"),
         ("hfsdp+params_as=int8:forward", "split parameters as far as the optimizer"),
         ("ddp+params_as=int8", "parameters that every rank updates are never sent"),
         ("zero3+grads_as=int7", "unknown kind 'int7'"),

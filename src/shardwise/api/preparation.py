@@ -99,9 +99,10 @@ def prepare(request: Request) -> Prepared:
         chosen = choose(model, found, auto, request.machine)
     best = None if chosen is None else chosen.recommended
     layouts = _layouts_as_named(request, found) if best is None else list(best.layouts)
+    sizes_and_indices = {axis: (len(ranks), ranks.index(axes.rank)) for axis, ranks in axes.members.items()}
     plans = []
     for unit, layout in zip(found, layouts, strict=True):
-        flats = flats_of(unit, layout, precision, axes.sizes_and_indices, keep_fp32)
+        flats = flats_of(unit, layout, precision, sizes_and_indices, keep_fp32)
         plans.append(UnitPlan(unit.name, layout, flats, unit.holds_units, unit.backward_reads))
         for flat in flats:
             _refuse_codecs_of(flat, unit.name, precision)

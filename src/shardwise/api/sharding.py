@@ -168,7 +168,7 @@ def _shard(world: Channel, plan: Prepared) -> list[ShardedOptimizer]:
         reduce, early, skip = channels_of(mesh, "reduce"), request.early_update, request.skip_nonfinite
         sharded.append(ShardedOptimizer(each, engine, own, reduce, scaler, early, on_host, skip))
     if request.early_update:
-        engine.reductions.make_early(sharded[0].update_early)
+        engine.reductions.update_early = sharded[0].update_early
     engine.reductions.settings = partial(settings_number, request.optimizers)
 
     def zero_grad(set_to_none: bool = True) -> None:

@@ -15,7 +15,6 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from fnmatch import fnmatchcase
-from itertools import chain
 from typing import Any, Literal, get_args
 
 from ..base.errors import ConfigurationError, did_you_mean
@@ -55,71 +54,57 @@ class Layout:
     grads_as: str = AS_IS
 
     def __post_init__(self) -> None:
-        for field, known in (
-            ("params", SPLITS),
-            ("grads", SPLITS),
-            ("optimizer", SPLITS),
-            ("gathered_until", get_args(Until)),
-            *((f"{what}_on", get_args(Place)) for what in MOVABLE),
-        ):
+        known_values = dict.fromkeys(("params", "grads", "optimizer"), SPLITS)
+        known_values |= {"gathered_until": get_args(Until)} | {f"{what}_on": get_args(Place) for what in MOVABLE}
+        for field, known in known_values.items():
             value = getattr(self, field)
             if value not in known:
                 raise ConfigurationError(f"layout: {field}={value!r}; {did_you_mean(str(value), known)}")
         for what in ENCODABLE:
             # Different spellings of one codec become equal.
             object.__setattr__(self, f"{what}_as", str(parse(getattr(self, f"{what}_as"))))
-        for problem in chain(self._wrong_splits(), self._wrong_places(), self._wrong_codecs()):
-            raise ConfigurationError(f"layout: {problem}")
+        for fields_, reason in self._contradictions():
+            values = " with ".join(f"{field}={getattr(self, field)!r}" for field in fields_.split())
+            raise ConfigurationError(f"layout: {values}: {reason}")
 
-    def _wrong_splits(self) -> Iterator[str]:
-        optimizer = f"optimizer={self.optimizer!r}"
-        for what, split in (("params", self.params), ("grads", self.grads)):
-            if SPLITS.index(split) > SPLITS.index(self.optimizer):
-                needs = f"the step needs its {what} {self.optimizer!r}; split the optimizer at least as far"
-                yield f"{what}={split!r} with {optimizer} saves nothing, because {needs}"
+    def _contradictions(self) -> Iterator[tuple[str, str]]:
+        """Fields whose values do not go together, each time with the reason and what to write instead."""
+        for what in ("params", "grads"):
+            if SPLITS.index(getattr(self, what)) > SPLITS.index(self.optimizer):
+                yield f"{what} optimizer", f"the step needs all {what} of its part; split the optimizer at least as far"
         if (self.params == "whole") != (self.gathered_until == "always"):
-            both = f"params={self.params!r} with gathered_until={self.gathered_until!r}"
-            yield f"{both} contradict each other: 'whole' and 'always' go together"
-
-    def _wrong_places(self) -> Iterator[str]:
-        params, optimizer = f"params_on={self.params_on!r}", f"optimizer_on={self.optimizer_on!r}"
+            yield "params gathered_until", "'whole' and 'always' go together"
         if self.params_on != "device" and self.gathered_until == "always":
-            why = "parameters that are always gathered never leave the device; split them, or leave params_on='device'"
-            yield f"{params} with gathered_until='always': {why}"
+            yield "params_on gathered_until", "parameters that are always gathered stay on the device; split them"
         if self.params_on != "device" and self.optimizer_on == "device":
-            yield f"{params} with {optimizer}: masters are larger than parameters; move the optimizer first"
+            yield "params_on optimizer_on", "masters are larger than parameters; move the optimizer first"
         if self.grads_on == "disk" or (self.grads_on == "host" and self.optimizer_on == "device"):
-            grads = f"grads_on={self.grads_on!r} with {optimizer}"
-            yield f"{grads}: gradients go to the host where the optimizer reads them there, and never to disk"
+            yield "grads_on optimizer_on", "gradients go to the host where the optimizer reads them, never to disk"
         if self.activations_on == "disk":
-            yield "activations_on='disk': activations go to the host, and never to disk"
+            yield "activations_on", "activations go to the host, never to disk"
         if not 0 <= self.kept < 1 or (self.kept and self.optimizer_on == "device"):
-            yield f"kept={self.kept} with {optimizer}: it is the part, 0 to 1, of an offloaded optimizer on the device"
-
-    def _wrong_codecs(self) -> Iterator[str]:
-        params, codec = f"params_as={self.params_as!r}", parse(self.params_as)
+            yield "kept optimizer_on", "it is the part, 0 to 1, of an offloaded optimizer that stays on the device"
+        codec, is_encoded = parse(self.params_as), self.params_as != AS_IS
         if codec.kind == "int4":
-            yield f"{params}: 16 values are too few for weights; use int8 or fp8"
+            yield "params_as", "16 values are too few for weights; use int8 or fp8"
         if codec.has_feedback:
-            yield f"{params}: masters are exact and have no error; feedback is for gradients"
+            yield "params_as", "masters are exact and have no error; feedback is for gradients"
         if parse(self.grads_as).is_forward_only:
-            yield f"grads_as={self.grads_as!r}: a forward has no gradients; forward is for parameters"
-        if self.params_as != AS_IS and self.optimizer == "whole":
-            never = "parameters that every rank updates are never sent; leave it, or split the optimizer"
-            yield f"{params} with optimizer='whole': {never}"
-        splits = f"params={self.params!r} and optimizer={self.optimizer!r}"
+            yield "grads_as", "a forward has no gradients; forward is for parameters"
+        if is_encoded and self.optimizer == "whole":
+            yield "params_as optimizer", "parameters that every rank updates are never sent; split the optimizer"
         fix = "or split parameters as far as the optimizer"
-        if self.params_as != AS_IS and self.params_on != "device" and self.params != self.optimizer:
+        if is_encoded and self.params_on != "device" and self.params != self.optimizer:
             why = "the copy that a node shares stays on the device if it is encoded; leave params_on='device'"
-            yield f"{params} with params_on={self.params_on!r}, {splits}: {why}, {fix}"
+            yield "params_as params_on params optimizer", f"{why}, {fix}"
         # An encoding for the forward only: parameters must be gathered twice, each time from the masters.
         in_both = str(replace(codec, is_forward_only=False))
         if codec.is_forward_only and self.gathered_until != "forward":
-            why = f"the backward uses the forward's parameters; write {in_both!r}, or gathered_until='forward'"
-            yield f"{params} with gathered_until={self.gathered_until!r}: {why}"
+            why = "the backward uses the forward's parameters"
+            yield "params_as gathered_until", f"{why}; write {in_both!r}, or gathered_until='forward'"
         if codec.is_forward_only and self.params != self.optimizer:
-            why = f"the copy that a node shares stays encoded, and serves the backward too; write {in_both!r}"
-            yield f"{params} with {splits}: {why}, {fix}"
+            why = "the copy that a node shares stays encoded, and serves the backward too"
+            yield "params_as params optimizer", f"{why}; write {in_both!r}, {fix}"
 
     @property
     def is_exact(self) -> bool:
@@ -167,26 +152,23 @@ class Layout:
     def name(self) -> str:
         """The preset's name, followed by changed places and codecs; `layout_of` parses it."""
         names = {layout: name for name, layout in PRESETS.items()}
-        unmoved, codecs = replace(self.on_device, activations_on="device"), self._codecs
-        for changes, plain in (
-            ([], self),
-            (self.moves, unmoved),
-            (codecs, self.exact),
-            ([*self.moves, *codecs], unmoved.exact),
-        ):
-            if plain in names:
-                return "+".join([names[plain], *changes])
-        return "custom"
+        unmoved = replace(self.on_device, activations_on="device")
+        plain = next((layout for layout in (self, unmoved, self.exact, unmoved.exact) if layout in names), None)
+        if plain is None:
+            return "custom"
+        changes = [*([] if plain.moves else self.moves), *([] if plain.codecs else self.codecs)]
+        return "+".join([names[plain], *changes])
 
     @property
     def moves(self) -> list[str]:
-        """Offloaded state, in the form that `moved` takes."""
+        """Offloaded state, in the form that `changed` takes."""
         moved = {what: getattr(self, f"{what}_on") for what in MOVABLE if getattr(self, f"{what}_on") != "device"}
         part = {"optimizer": f":{round(1 - self.kept, 4):g}"} if self.kept else {}
         return [f"{what}={place}{part.get(what, '')}" for what, place in moved.items()]
 
     @property
-    def _codecs(self) -> list[str]:
+    def codecs(self) -> list[str]:
+        """Encoded state, in the form that `changed` takes."""
         codecs = {f"{what}_as": getattr(self, f"{what}_as") for what in ENCODABLE}
         return [f"{field}={codec}" for field, codec in codecs.items() if codec != AS_IS]
 
@@ -266,9 +248,8 @@ def layout_of(strategy: str | Layout) -> Layout:
     if isinstance(strategy, Layout):
         return strategy
     if not isinstance(strategy, str):
-        raise ConfigurationError(
-            f"a strategy is a preset's name or a Layout, not {type(strategy).__name__} {strategy!r}"
-        )
+        given = f"{type(strategy).__name__} {strategy!r}"
+        raise ConfigurationError(f"a strategy is a preset's name or a Layout, not {given}")
     # An alias may end in plus signs itself.
     name, *moves = re.split(r"\+(?=[^+=]*=)", strategy.lower())
     name = name.replace("-", "_")
@@ -320,19 +301,13 @@ def _number(text: str) -> float:
 ALWAYS_WHOLE = "root.whole"
 
 
-def layout_of_unit(name: str, layout: Layout) -> Layout:
-    return Layout() if name == ALWAYS_WHOLE else layout
-
-
 def layouts_for(strategy: Strategy, names: Sequence[str]) -> list[Layout]:
     """The layout of each unit: the same for all, or that of the first pattern in a mapping that matches its name."""
     if isinstance(strategy, (str, Layout)):
         strategy = {"*": strategy}
     if not isinstance(strategy, Mapping):
-        raise ConfigurationError(
-            f"a strategy is a preset's name, a Layout or a mapping from unit patterns to them, not "
-            f"{type(strategy).__name__} {strategy!r}"
-        )
+        given = f"{type(strategy).__name__} {strategy!r}"
+        raise ConfigurationError(f"a strategy is a preset's name, a Layout or a mapping of units to them, not {given}")
     rows = {pattern: layout_of(value) for pattern, value in strategy.items()}
     unit_names = [name for name in names if name != ALWAYS_WHOLE]
     matching = {name: [pattern for pattern in rows if fnmatchcase(name, pattern)] for name in unit_names}

@@ -28,7 +28,7 @@ LANES: tuple[Lane, ...] = ("gather", "reduce")
 _DISK_PATIENCE = 6
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Axes:
     """The ranks that this rank is joined with on each axis (`members`). There are no communicators yet."""
 
@@ -37,18 +37,11 @@ class Axes:
     node_size: int
     members: dict[str, list[int]]
 
-    @property
-    def sizes_and_indices(self) -> dict[str, tuple[int, int]]:
-        return {axis: (len(ranks), ranks.index(self.rank)) for axis, ranks in self.members.items()}
-
 
 @dataclass(frozen=True)
-class Mesh:
-    """This rank's device, and a channel per lane and axis."""
+class Mesh(Axes):
+    """The axes with this rank's device, and a channel per lane and axis."""
 
-    rank: int
-    world_size: int
-    node_size: int
     device: torch.device
     channels: dict[tuple[Lane, str], Channel]
     ledger: Ledger
@@ -91,10 +84,8 @@ def init(
             _refuse_other_launchers()
             dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
     elif backend is not None and backend != dist.get_backend():
-        raise ConfigurationError(
-            f"sw.init(backend={backend!r}): a process group with backend {dist.get_backend()!r} exists already; "
-            "leave backend out to adopt it"
-        )
+        exists = f"a process group with backend {dist.get_backend()!r} exists already"
+        raise ConfigurationError(f"sw.init(backend={backend!r}): {exists}; leave backend out to adopt it")
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)
         if not os.environ.get("PYTORCH_ALLOC_CONF") and not os.environ.get("PYTORCH_CUDA_ALLOC_CONF"):
@@ -198,10 +189,10 @@ def make_axes(node_size: int | None) -> Axes:
 def require_nodes(world_size: int, node_size: int) -> None:
     """Refuse a world that does not divide into nodes of this size."""
     if node_size < 1 or world_size % node_size:
+        num_nodes, rest = divmod(world_size, max(node_size, 1))
         raise ConfigurationError(
             f"a world of {world_size} ranks does not divide into nodes of {node_size}: "
-            f"{world_size} = {world_size // max(node_size, 1)} x {node_size} + {world_size % max(node_size, 1)}; "
-            "set node_size to a divisor of the world"
+            f"{world_size} = {num_nodes} x {node_size} + {rest}; set node_size to a divisor of the world"
         )
 
 
@@ -212,14 +203,12 @@ def connect(axes: Axes) -> Mesh:
     averages = dist.get_backend() in AVERAGING and axes.world_size.bit_count() == 1
     watch = _watch()
     number = 0 if watch is None else watch.number_mesh()
-    channels = {
-        (lane, axis): Channel(
-            axis, len(ranks), ranks.index(axes.rank), _group(lane, axis, ranks), ledger, averages, watch, number
-        )
-        for lane in LANES
-        for axis, ranks in axes.members.items()
-    }
-    return Mesh(axes.rank, axes.world_size, axes.node_size, device(), channels, ledger)
+    channels: dict[tuple[Lane, str], Channel] = {}
+    for lane in LANES:
+        for axis, ranks in axes.members.items():
+            group, index = _group(lane, axis, ranks), ranks.index(axes.rank)
+            channels[lane, axis] = Channel(axis, len(ranks), index, group, ledger, averages, watch, number)
+    return Mesh(**vars(axes), device=device(), channels=channels, ledger=ledger)
 
 
 # Backends that can compute means; gloo only sums.
@@ -290,26 +279,24 @@ def _join(backend: str, timeout: datetime.timedelta) -> None:
             backend, store=PrefixStore("default_pg", store), rank=rank, world_size=num_ranks, timeout=timeout
         )
     except dist.DistError as error:
-        if store is not None:
+        if store is None:  # rank 0 may serve it: then others are missing
+            missing = ["0, which serves the store,"] if rank else ["other than 0"]
+        else:
             missing = [str(other) for other in range(num_ranks) if not store.check([f"shardwise_here/{other}"])]
-            if not missing:
-                raise
-            absent = f"rank {', '.join(missing)} has not come"
-        else:  # no store: on rank 0, which may serve it, the others are missing
-            absent = "rank 0, which serves the store, has not come" if rank else "not all others have come"
+        if not missing:
+            raise
         raise WireError(
             f"rank {rank} could not join the process group of {num_ranks} ranks within {timeout.total_seconds():g} s: "
-            f"{absent}; {str(error).splitlines()[0]}"
+            f"rank {', '.join(missing)} has not come; {str(error).splitlines()[0]}"
         ) from error
 
 
 def _choose_device(device: str | torch.device | None) -> torch.device:
     chosen = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    if str(chosen) == "cuda":
-        if local_rank() >= torch.cuda.device_count():
-            raise ConfigurationError(
-                f"sw.init: LOCAL_RANK {local_rank()} has no GPU, this machine has {torch.cuda.device_count()}; "
-                "start one process per GPU, or give device="
-            )
-        chosen = torch.device("cuda", local_rank())
-    return chosen
+    if str(chosen) != "cuda":
+        return chosen
+    index, num_gpus = local_rank(), torch.cuda.device_count()
+    if index < num_gpus:
+        return torch.device("cuda", index)
+    has = f"LOCAL_RANK {index} has no GPU, this machine has {num_gpus}"
+    raise ConfigurationError(f"sw.init: {has}; start one process per GPU, or give device=")

@@ -70,9 +70,7 @@ def precision_of(precision: str | Precision, reduce_dtype: DTypeLike | None) -> 
         raise ConfigurationError(f"precision={precision!r}: give one of {', '.join(PRECISIONS)}, or a Precision")
     if reduce_dtype is None:
         return precision
-    if isinstance(reduce_dtype, str) and reduce_dtype not in DTYPES:
-        raise ConfigurationError(f"unknown reduce_dtype {reduce_dtype!r}; {did_you_mean(reduce_dtype, DTYPES)}")
-    chosen = dtype_of(reduce_dtype)
+    chosen = DTYPES.get(reduce_dtype) if isinstance(reduce_dtype, str) else dtype_of(reduce_dtype)
     if chosen not in DTYPES.values():
-        raise ConfigurationError(f"reduce_dtype {reduce_dtype} cannot be summed; use one of {', '.join(DTYPES)}")
+        raise ConfigurationError(f"unknown reduce_dtype {reduce_dtype!r}; {did_you_mean(str(reduce_dtype), DTYPES)}")
     return replace(precision, reduce=chosen)

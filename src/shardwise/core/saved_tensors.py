@@ -31,11 +31,10 @@ def kept(ctx: Any) -> tuple[Any, ...]:
     The hooks are dropped, too, because those of checkpointing hold the inputs of the block.
     """
     if not ctx.has_hooks:
-        found: tuple[Any, ...] = ctx.saved_tensors
-        return found
+        return tuple(ctx.saved_tensors)
     if ctx.packed is None:
         raise RuntimeError("backward through a graph a second time, after it was freed: give retain_graph=True")
-    found = tuple(None if packed is None else ctx.unpack(packed) for packed in ctx.packed)
+    saved = tuple(None if packed is None else ctx.unpack(packed) for packed in ctx.packed)
     if not torch._C._autograd._get_current_graph_task_keep_graph():
         ctx.packed = ctx.unpack = None
-    return found
+    return saved

@@ -9,7 +9,7 @@ from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import cached_property
 from typing import TypeVar
 
-from ..core.layout import Layout, layout_of_unit
+from ..core.layout import ALWAYS_WHOLE, Layout
 from ..core.schedule.flat import Flat, flats_of
 from ..core.schedule.model import UnitSpec, matches
 from ..core.schedule.step_schedule import Schedule, UnitPlan, make_schedule
@@ -254,7 +254,7 @@ class Assessor:
             layouts = [layouts] * len(self.unit_names)
         plans = []
         for unit, given in zip(self.subject.units, layouts, strict=True):
-            layout = layout_of_unit(unit.name, given)
+            layout = Layout() if unit.name == ALWAYS_WHOLE else given
             key = (self._alike[unit.name], layout, training.precision, training.reduce)
             if key not in self._flats:
                 axes = self.machine.cluster.axes

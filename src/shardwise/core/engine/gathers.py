@@ -61,11 +61,10 @@ class Gathers:
         self._host_jobs = host_jobs
         self.memory = GatherMemory(schedule, statuses, units, device)
         self.lane = Lane(device)
+        self.wait_for_host = any(state.flat.host_updates for unit in units for state in unit.states)
         # On a CPU waiting blocks the caller: only the first hop of a gather, the one between nodes, overlaps with the
         # computation, and the others run when the unit is needed. Not with host updates, which delay ranks differently.
-        self._defers = not self.lane.queues and not any(
-            state.flat.host_updates for unit in units for state in unit.states
-        )
+        self._defers = not self.lane.queues and not self.wait_for_host
         self.num_updates = 0
         self.is_captured = False
         # The gathers of units that are GATHERING, in the order in which they started.
@@ -83,9 +82,17 @@ class Gathers:
 
     def make_ready(self, index: int, pass_: Pass, ahead: Sequence[int] = (), computes: bool = True) -> None:
         """Gather a unit and start the gathers of the units `ahead`. Register the unit's compute parameters, unless this
-        rank's forward does not run it."""
+        rank's forward does not run it.
+
+        Gathers start up to the first unit that the host still updates, and the rest is postponed. On another rank that
+        update may be done already, so postponed gathers start before any other, and before `settle` waits.
+        """
         self.start(index, pass_, needed_now=True)
-        self._start_ahead(ahead)
+        for position, other in enumerate(ahead):
+            if not self._host_jobs.is_updated(self._units[other]):
+                self._owed.extend(unit for unit in ahead[position:] if unit not in self._owed)
+                break
+            self.start(other, "forward", needed_now=False)
         (self.show if computes else self.arrive)(index)
 
     def lend(self, index: int) -> None:
@@ -106,15 +113,6 @@ class Gathers:
         self.arrive(index)
         self._units[index].show_compute()
 
-    def _start_ahead(self, ahead: Sequence[int]) -> None:
-        """Start gathers up to the first unit that the host still updates, and postpone the rest. On another rank that
-        update may be done already, so postponed gathers start before any other, and before `settle` waits."""
-        for position, other in enumerate(ahead):
-            if not self._host_jobs.is_updated(self._units[other]):
-                self._owed.extend(unit for unit in ahead[position:] if unit not in self._owed)
-                return
-            self.start(other, "forward", needed_now=False)
-
     def start_first(self) -> None:
         """Start the first gathers of the next step, up to the first unit that the host updates: its update may be done
         on one rank and not on another, and there may be no next step. A step captured in a CUDA graph leaves out units
@@ -124,13 +122,6 @@ class Gathers:
                 return
             if not (self.is_captured and self.statuses[index].plan.gives_back):
                 self.start(index, "forward", needed_now=False)
-
-    def start_holders(self) -> None:
-        """At the start of a backward, gather the units that hold others and that the forward gathered encoded. Every
-        rank does this now, because the ranks' backwards may not come to the same units."""
-        for index in self.schedule.read_holders:
-            if self.statuses[index].rounded:
-                self.start(index, "backward", needed_now=False)
 
     def start(self, index: int, pass_: Pass, needed_now: bool) -> None:
         status = self.statuses[index]
@@ -180,14 +171,14 @@ class Gathers:
             staged: dict[Flat, Tensor] = {}
             if self.is_staged[index] and (wanted := self._wanted_from_disk(index, todo)):
                 place, staged = self._host.take_staged(wanted)
-            rows = [] if row_slot is None else _cut(row_slot, self._row_bytes[index])
+            rows = [] if row_slot is None else cut(row_slot, self._row_bytes[index])
             for at, is_stale, is_encoded in todo:
-                state, flat = unit.states[at], unit.states[at].flat
-                if not flat.master_is_whole:
-                    under_way = rows[at] if is_encoded else None
+                state = unit.states[at]
+                if not state.flat.master_is_whole:
                     # Hashing a flat takes time: it has many fields.
-                    read = staged.get(flat) if staged else None
-                    journeys.append(state.start_gather(is_stale, read, under_way, self._channels))
+                    read = staged.get(state.flat) if staged else None
+                    encoded = rows[at] if is_encoded else None
+                    journeys.append(state.start_gather(is_stale, read, encoded, self._channels))
             if not self._defers:
                 for journey in journeys:
                     journey.go_to_last()
@@ -300,7 +291,7 @@ class Gathers:
             if status.weights is not Weights.SHARDED:
                 self.lose(status)
 
-    def follow_changed_masters(self) -> None:
+    def follow_masters(self) -> None:
         """Call `was_rewritten` if masters were changed in place, through tensors that the user got from parameters."""
         if self._masters_version != self._version_of_masters():
             self.was_rewritten()
@@ -374,14 +365,13 @@ class GatherMemory:
         self.own[index].untyped_storage().resize_(0)
 
     def _bind(self, status: UnitStatus, memory: Tensor) -> None:
-        states = self._units[status.index].states
-        flats = [state.flat for state in states]
+        flats = status.plan.flats
         sizes = [0 if flat.master_is_whole else flat.num_elems * flat.compute.itemsize for flat in flats]
-        for state, part in zip(states, _cut(memory, sizes), strict=True):
+        for state, part in zip(self._units[status.index].states, cut(memory, sizes), strict=True):
             state.bind(state.master if state.flat.master_is_whole else part.view(state.flat.compute.torch))
 
 
-def _cut(memory: Tensor, sizes: Sequence[int]) -> list[Tensor]:
+def cut(memory: Tensor, sizes: Sequence[int]) -> list[Tensor]:
     """Aligned parts of some memory, one for each number of bytes."""
     parts, start = [], 0
     for num_bytes in sizes:

@@ -16,12 +16,13 @@ import torch
 from torch import Tensor
 
 from ...base.errors import StateError
-from ..schedule.step_schedule import NUM_LEAVING, NUM_REDUCTIONS, Schedule, aligned
+from ..schedule.step_schedule import NUM_LEAVING, NUM_REDUCTIONS, Schedule
 from ..schedule.unit_status import UnitStatus
 from ..unit.carrier import Channels
 from ..unit.gradient import Room
 from ..unit.state import FlatState, Unit
 from ..wire.collectives import finish, start_all_reduce
+from .gathers import cut
 from .streams import Lane, Mark, PendingHostCopy, host_waits_for, is_capturing
 
 
@@ -52,7 +53,8 @@ class Reductions:
         # Waits until the host's update has read a flat's gradient, because the next gradient overwrites it.
         self._await_update = await_update
         self.memory = ReductionMemory(schedule, device)
-        self._lane, self._finish_lane, self._leave_lane, self._update_lane = (Lane(device) for _ in range(4))
+        self.lanes = tuple(Lane(device) for _ in range(4))
+        self._lane, self._finish_lane, self._leave_lane, self._update_lane = self.lanes
         # Points at which gradients are on the host; and flats whose device memory can be released after these points.
         self.arrived: dict[FlatState, Mark] = {}
         self._left: deque[tuple[FlatState, tuple[Mark, ...]]] = deque()
@@ -69,7 +71,7 @@ class Reductions:
         self._finished: dict[FlatState, Mark] = {}
         # With early updates: called with flats whose gradient is final; the point where this step's forward began; True
         # if weights have changed since.
-        self._update_early: Callable[[list[FlatState]], None] | None = None
+        self.update_early: Callable[[list[FlatState]], None] | None = None
         self._forward_began: Mark = None
         self._awaits_step = False
         self.all_used: Tensor | None = None
@@ -77,13 +79,11 @@ class Reductions:
         self.settings: Callable[[], int] = lambda: 0
         self._sum: tuple[PendingHostCopy, int] | None = None
 
-    @property
-    def lanes(self) -> tuple[Lane, ...]:
-        return self._lane, self._finish_lane, self._leave_lane, self._update_lane
-
     # During a backward.
 
     def begin_backward(self, order: Iterable[int]) -> None:
+        self.refuse_after_early("backward")
+        self.wait()
         self._due = deque(order)
 
     def start_complete(self, is_sync: bool, all_units: bool = False) -> None:
@@ -159,8 +159,8 @@ class Reductions:
         self._finished |= dict.fromkeys(states, marks[-1])
         if slot is not None:
             self.memory.freed[slot] = marks
-        if self._update_early is not None and is_sync:
-            self._update_early(states)
+        if self.update_early is not None and is_sync:
+            self.update_early(states)
             self._awaits_step = True
 
     def _leave(self, states: list[FlatState]) -> tuple[Mark, ...]:
@@ -298,14 +298,10 @@ class Reductions:
 
     # Updates on the device.
 
-    def make_early(self, update: Callable[[list[FlatState]], None]) -> None:
-        """Have `update` called with flats as soon as their gradient is final."""
-        self._update_early = update
-
     def begin_forward(self) -> None:
         self.wait()
         self.refuse_after_early("forward")
-        if self._update_early is not None:
+        if self.update_early is not None:
             self._forward_began = self._update_lane.mark_compute()
 
     def refuse_after_early(self, what: str) -> None:
@@ -340,7 +336,7 @@ class ReductionMemory:
         self._device = device
         self.gives_back = device.type == "cuda"
         self.slots: list[Tensor | None] = [None] * NUM_REDUCTIONS
-        self._rooms: dict[tuple[int, int | None], list[Room]] = {}
+        self._rooms: dict[tuple[int, int], list[Room]] = {}
         # The points after which a slot may be written again.
         self.freed: list[tuple[Mark, ...]] = [()] * NUM_REDUCTIONS
         self.scratch_memory: Tensor | None = None
@@ -348,31 +344,25 @@ class ReductionMemory:
 
     def rooms(self, unit: Unit, slot: int | None) -> list[Room]:
         """The memory in a slot for every trainable flat of a unit. A unit without elements has no slot."""
-        memory = None if slot is None else self._fetch(slot)
-        key = (unit.index, slot)
-        if key not in self._rooms:
-            rooms: list[Room] = []
-            start = 0
-            for flat in (state.flat for state in unit.trainable_states):
-                grads = rows = None
-                if memory is not None and flat.reduces_in_slot:
-                    num_bytes = flat.num_elems * flat.reduce.itemsize
-                    grads = memory[start : start + num_bytes].view(flat.reduce.torch)
-                    start += aligned(num_bytes)
-                if memory is not None and flat.exchanged_bytes:
-                    rows = memory[start : start + flat.exchanged_bytes]
-                    start += aligned(flat.exchanged_bytes)
-                rooms.append((grads, rows))
-            self._rooms[key] = rooms
-        return self._rooms[key]
-
-    def _fetch(self, index: int) -> Tensor:
-        memory = self.slots[index]
+        if slot is None:
+            return [(None, None)] * len(unit.trainable_states)
+        memory = self.slots[slot]
         if memory is None:
-            memory = self.slots[index] = torch.empty(self._num_bytes, dtype=torch.uint8, device=self._device)
+            memory = self.slots[slot] = torch.empty(self._num_bytes, dtype=torch.uint8, device=self._device)
         elif memory.untyped_storage().nbytes() == 0:
             memory.untyped_storage().resize_(self._num_bytes)
-        return memory
+        key = (unit.index, slot)
+        if key not in self._rooms:
+            flats = [state.flat for state in unit.trainable_states]
+            parts = cut(memory, [size for flat in flats for size in (flat.reduced_bytes, flat.exchanged_bytes)])
+            self._rooms[key] = [
+                (
+                    grads.view(flat.reduce.torch) if flat.reduces_in_slot else None,
+                    rows if flat.exchanged_bytes else None,
+                )
+                for flat, grads, rows in zip(flats, parts[::2], parts[1::2], strict=True)
+            ]
+        return self._rooms[key]
 
     def scratch(self, num_bytes: int) -> Tensor:
         """Memory for sums of earlier micro-batches, which come back from the host one after the other."""

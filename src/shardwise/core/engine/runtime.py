@@ -29,6 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...base.dtypes import FP16
 from ...base.errors import StateError
 from ..mesh import Lane as LaneName
 from ..mesh import Mesh
@@ -45,6 +46,9 @@ from .activation_offload import HostActivations
 from .gathers import Gathers
 from .reductions import Reductions
 from .updates import HostJobs
+
+
+Hook = Callable[..., Any]
 
 
 class Engine:
@@ -67,7 +71,7 @@ class Engine:
         self.host = host
         self._budget_bytes = budget_bytes
         share = 1.0 if mesh.world.averages else 1.0 / mesh.world_size
-        is_first = precision.reduce.torch in (precision.compute.torch, torch.float16)
+        is_first = precision.reduce in (precision.compute, FP16)
         factors = (share, 1.0) if is_first else (1.0, share)
         self.scale = GradScale(*factors, mesh.world.averages, loss_scale)
         for state in self.trainable_states:
@@ -77,7 +81,7 @@ class Engine:
         # Inside sw.whole: modules whose parameters are whole masters, so that their state dict may be taken.
         self.whole_modules: set[int] = set()
         # Hooks before and after a forward of a module; those of the whole model are under None.
-        self.entries: dict[nn.Module | None, list[tuple[Callable[..., Any], Callable[..., Any]]]] = {}
+        self.entries: dict[nn.Module | None, list[tuple[Hook, Hook]]] = {}
         # Called at the beginning of every optimizer step.
         self.at_step: list[Callable[[], None]] = []
         self.schedule = schedule
@@ -106,8 +110,6 @@ class Engine:
         self.update_order = [units[index].trainable_states for index in schedule.reduce_order]
         self._unit_of = {state: unit for unit in units for state in unit.states}
         self._num_forwards = 0  # of the model, under way
-        # Hosts are not equally fast: gathers that wait for them may be in different phases on different ranks.
-        self._gathers_anytime = any(state.flat.host_updates for state in self.trainable_states)
         # Parameters whose gradients may come from outside every unit.
         self._lent: set[nn.Parameter] = set()
         self._in_backward = False
@@ -143,7 +145,8 @@ class Engine:
         return param
 
     def _begin_phase(self, name: str) -> None:
-        if not self._gathers_anytime:
+        # Hosts are not equally fast: gathers that wait for them may be in different phases on different ranks.
+        if not self.gathers.wait_for_host:
             self.mesh.begin(name)
 
     # Phases 1 and 2: the forward, as the hooks report it.
@@ -154,7 +157,7 @@ class Engine:
         self.abandon_backward()
         self.activations.abandon_forward()
         self.reductions.begin_forward()
-        self.gathers.follow_changed_masters()
+        self.gathers.follow_masters()
         self._num_forwards += 1
         self._forward_at = 0
         for status in self.statuses:
@@ -255,22 +258,26 @@ class Engine:
             position = -1 if call is None else self._position_of[call.unit]
             passed = self.schedule.order[position + 1 : self._backward_at]
             self._backward_at = min(self._backward_at, max(position, 0))
-            for index in [unit for unit in reversed(passed) if not self.statuses[unit].is_complete] if passed else ():
-                if not self.statuses[index].num_computing and not self._may_come(index, call):
-                    self._pass_in_backward(index)
+            for status in [self.statuses[index] for index in reversed(passed)]:
+                if status.is_complete:
+                    continue
+                if not status.num_computing and not self._may_come(status, call):
+                    # Take part in the collectives of a unit that this rank does not run; other ranks may run it.
+                    if self._is_in_backward[status.index] and not status.plan.holds_units:
+                        self._enter_backward(status.index, self.gathers.arrive)
+                    self._end_unit(status)
                 for other in ended:
-                    if other.unit == index and other.is_open:
+                    if other.unit == status.index and other.is_open:
                         self._close(other)
         for other in ended:
             if other.is_open:
                 self._close(other)
 
-    def _may_come(self, index: int, call: ForwardCall | None) -> bool:
+    def _may_come(self, status: UnitStatus, call: ForwardCall | None) -> bool:
         """Return True if a backward at `call` may still come to a forward of this unit: one before its end (its
         own forward may have called the unit), which this backward has not been through. None is the end."""
         return call is not None and any(
-            other.began < call.ended and other.closed_in != self._num_backwards
-            for other in self.statuses[index].live_forwards()
+            other.began < call.ended and other.closed_in != self._num_backwards for other in status.live_forwards()
         )
 
     def _enter_backward(self, index: int, receive: Callable[[int], None]) -> None:
@@ -284,13 +291,6 @@ class Engine:
             receive(index)
         if self.units[index].writes_directly:
             self.reductions.open_for_compute(index)
-
-    def _pass_in_backward(self, index: int) -> None:
-        """Take part in the collectives of a unit that this rank does not run; other ranks may run it."""
-        status = self.statuses[index]
-        if self._is_in_backward[index] and not status.plan.holds_units:
-            self._enter_backward(index, self.gathers.arrive)
-        self._end_unit(status)
 
     def _refuse_backward(self, call: ForwardCall) -> None:
         status = self.statuses[call.unit]
@@ -314,8 +314,7 @@ class Engine:
     def _begin_backward(self, _: Tensor | None = None) -> None:
         if self._in_backward:
             return
-        self.reductions.refuse_after_early("backward")
-        self.reductions.wait()
+        self.reductions.begin_backward(self.schedule.reduce_order)
         self._begin_phase("a backward" if self.is_sync else "a backward of a micro-batch that is not the last")
         self._in_backward = True
         self._graph_task = torch._C._current_graph_task_id()
@@ -323,8 +322,11 @@ class Engine:
         self._backward_at = len(self.units)
         for status in self.statuses:
             status.is_complete = False
-        self.reductions.begin_backward(self.schedule.reduce_order)
-        self.gathers.start_holders()
+        # Units that hold others and that the forward gathered encoded. Every rank gathers them now, because the ranks'
+        # backwards may not come to the same units.
+        for index in self.schedule.read_holders:
+            if self.statuses[index].rounded:
+                self.gathers.start(index, "backward", needed_now=False)
         torch.autograd.Variable._execution_engine.queue_callback(self.end_backward)
 
     def _close(self, call: ForwardCall) -> None:
@@ -412,7 +414,7 @@ class Engine:
 
     def close_step(self, updated: bool, changed: Sequence[int]) -> None:
         """End the step of an optimizer that changes these units."""
-        if self._gathers_anytime:
+        if self.gathers.wait_for_host:
             self.gathers.settle()
         self.mesh.begin("optimizer.step()")
         self.reductions.close_step()

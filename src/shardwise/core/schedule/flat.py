@@ -98,9 +98,7 @@ class Flat:
     @cached_property
     def params_codec(self) -> Codec | None:
         """The codec of gathers; None if parameters are not encoded or not sent."""
-        is_split = prod(self.axis_sizes[: self.depth_of_master]) > 1
-        is_encoded = self.layout.params_as != AS_IS and is_split and self._has_elems
-        return parse(self.layout.params_as) if is_encoded else None
+        return self._codec(self.layout.params_as, prod(self.axis_sizes[: self.depth_of_master]) > 1)
 
     @cached_property
     def rounds_forwards(self) -> bool:
@@ -112,12 +110,11 @@ class Flat:
 
     @cached_property
     def grads_codec(self) -> Codec | None:
-        is_encoded = self.layout.grads_as != AS_IS and self.trainable and self.num_ranks > 1 and self._has_elems
-        return parse(self.layout.grads_as) if is_encoded else None
+        return self._codec(self.layout.grads_as, self.trainable and self.num_ranks > 1)
 
-    @property
-    def _has_elems(self) -> bool:
-        return any(param.num_elems for param in self.params)
+    def _codec(self, name: str, is_sent: bool) -> Codec | None:
+        is_encoded = name != AS_IS and is_sent and any(param.num_elems for param in self.params)
+        return parse(name) if is_encoded else None
 
     @cached_property
     def _placed(self) -> tuple[tuple[Interval, ...], int]:
@@ -159,6 +156,11 @@ class Flat:
         """Gradients are reduced in a slot: their own memory holds only a part of them, or is not on the device."""
         return self.trainable and (self.depth_of_grads > 0 or self.grads_on_host)
 
+    @property
+    def reduced_bytes(self) -> int:
+        """Bytes of its whole gradient in a reduction slot."""
+        return self.num_elems * self.reduce.itemsize if self.reduces_in_slot else 0
+
     @cached_property
     def master_is_whole(self) -> bool:
         """The master is the compute copy: same dtype, same place, nothing to gather."""
@@ -169,12 +171,10 @@ class Flat:
         """The place of the copy at rest, which is `params_on`, or None. There is one if the master is split further, is
         in another place, lies on disk among the moments, or is off the device in another dtype than is computed in."""
         place = self.layout.params_on
-        if self.depth_of_params == 0:
-            return None
         is_other = self.depth_of_params < self.depth_of_master or self.master_on != place
-        travels_larger = place != "device" and self.master != self.compute
+        is_larger = place != "device" and self.master != self.compute
         is_among_moments = place == "disk" and self.trainable
-        return place if is_other or travels_larger or is_among_moments else None
+        return place if self.depth_of_params and (is_other or is_larger or is_among_moments) else None
 
     @cached_property
     def rest_is_own(self) -> bool:
@@ -245,9 +245,9 @@ class Flat:
     @property
     def num_lost(self) -> int:
         """Elements, over all hops, whose encoding error is saved for feedback."""
-        has_feedback = self.grads_codec is not None and self.grads_codec.has_feedback
-        hops = self.reduce_hops + self.sync_hops if has_feedback else ()
-        return sum(num_elems for _, _, num_elems in self.moving(hops))
+        if self.grads_codec is None or not self.grads_codec.has_feedback:
+            return 0
+        return sum(num_elems for _, _, num_elems in self.moving(self.reduce_hops + self.sync_hops))
 
     @property
     def num_master(self) -> int:
@@ -298,11 +298,7 @@ class Flat:
 
 
 def flats_of(
-    unit: UnitSpec,
-    layout: Layout,
-    precision: Precision,
-    axes: dict[str, tuple[int, int]],
-    keep_fp32: Sequence[str],
+    unit: UnitSpec, layout: Layout, precision: Precision, axes: dict[str, tuple[int, int]], keep_fp32: Sequence[str]
 ) -> tuple[Flat, ...]:
     """Sort a unit's parameters into flats. `axes` maps an axis to its size and this rank's index."""
     groups: dict[tuple[DType, DType, DType, bool, Layout, int], list[Param]] = {}
@@ -315,19 +311,11 @@ def flats_of(
         own = own if is_encodable(param) and not kept else own.exact
         # Original dtypes get flats of their own, too, so that whole weights are returned in theirs in one piece.
         groups.setdefault((compute, master, param.dtype, param.trainable, own, param.optimizer), []).append(param)
-    return tuple(
-        Flat(
-            tuple(params),
-            own,
-            tuple(axes[axis][0] for axis in own.chain),
-            tuple(axes[axis][1] for axis in own.chain),
-            compute,
-            master,
-            precision.reduce,
-            trainable,
-        )
-        for (compute, master, _, trainable, own, _), params in groups.items()
-    )
+    flats = []
+    for (compute, master, _, trainable, own, _), params in groups.items():
+        sizes, indices = zip(*(axes[axis] for axis in own.chain), strict=True)
+        flats.append(Flat(tuple(params), own, sizes, indices, compute, master, precision.reduce, trainable))
+    return tuple(flats)
 
 
 def is_encodable(param: Param) -> bool:

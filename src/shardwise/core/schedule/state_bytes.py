@@ -6,8 +6,8 @@ others are read and written. Parameters come unit by unit, ahead of the computat
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import asdict, dataclass
+from typing import Literal, NamedTuple
 
 from ...base.dtypes import BF16, DType
 from ...base.files import ALIGNMENT
@@ -41,8 +41,7 @@ class StateBytes:
         return self.params + self.grads + self.optimizer
 
     def __str__(self) -> str:
-        parts = {"params": self.params, "grads": self.grads, "optimizer": self.optimizer}
-        return ", ".join(f"{name} {num_bytes / 1e6:.1f} MB" for name, num_bytes in parts.items())
+        return ", ".join(f"{name} {num_bytes / 1e6:.1f} MB" for name, num_bytes in asdict(self).items())
 
 
 def state_bytes(flats: Iterable[Flat], num_moments: float = 2) -> StateBytes:
@@ -50,24 +49,21 @@ def state_bytes(flats: Iterable[Flat], num_moments: float = 2) -> StateBytes:
     in fewer bits count as fractions."""
     flats = list(flats)
     states = [device_state(flat, num_moments) for flat in flats]
-    params, optimizer = (sum(part) for part in zip((0, 0), *states, strict=True))
-    return StateBytes(params, resting_grads(flats) + kept_losses(flats), optimizer)
+    grads = resting_grads(flats) + kept_losses(flats)
+    return StateBytes(sum(params for params, _ in states), grads, sum(optimizer for _, optimizer in states))
 
 
 def device_state(flat: Flat, num_moments: float) -> tuple[int, int]:
     """Bytes of parameters and of the optimizer that stay on the device between steps. A master that is the parameters
     themselves counts as them."""
-    params = optimizer = 0
+    params = flat.rest_bytes if flat.rest_on == "device" else 0
     if flat.depth_of_params == 0 and not flat.master_is_whole:
         params += flat.num_elems * flat.compute.itemsize
-    if flat.rest_on == "device":
-        params += flat.rest_bytes
     master = flat.num_master * flat.master.itemsize if flat.master_on == "device" else 0
-    if flat.trainable:
-        optimizer += round(master * num_moments)
+    moments = round(master * num_moments) if flat.trainable else 0
     if flat.trainable and flat.master != flat.compute:
-        return params, optimizer + master
-    return params + master, optimizer
+        return params, moments + master
+    return params + master, moments
 
 
 def resting_grads(flats: Iterable[Flat]) -> int:
@@ -80,8 +76,7 @@ def kept_losses(flats: Iterable[Flat]) -> int:
     return sum(flat.num_lost * LOST.itemsize for flat in flats)
 
 
-@dataclass(frozen=True, slots=True)
-class OffDevice:
+class OffDevice(NamedTuple):
     """Bytes of one rank off the device. `host` includes all windows and all staging buffers."""
 
     host: int
@@ -94,7 +89,7 @@ def off_device(units: Sequence[Sequence[Flat]], num_rows: float) -> OffDevice:
     """Add up the pieces of all units. The optimizer's state has `num_rows` rows of the master's length."""
     flats = [flat for unit in units for flat in unit]
     windows = NUM_WINDOWS * max((window_bytes(flat, num_rows) for flat in flats), default=0)
-    staged = NUM_STAGED * max((staged_bytes(unit) for unit in units), default=0)
+    staged = NUM_STAGED * max((_staged_bytes(unit) for unit in units), default=0)
     host = padded_bytes(size for flat in flats for size in host_pieces(flat, num_rows))
     disk = padded_bytes(size for flat in flats for size in disk_pieces(flat, num_rows))
     return OffDevice(host + windows + staged, disk, windows, staged)
@@ -135,8 +130,7 @@ def host_pieces(flat: Flat, num_rows: float) -> Iterator[int]:
 
 def disk_pieces(flat: Flat, num_rows: float) -> Iterator[int]:
     if flat.master_on == "disk":
-        for chunk in chunks_of(flat):
-            yield record_bytes(flat, chunk, num_rows)
+        yield from (record_bytes(flat, chunk, num_rows) for chunk in chunks_of(flat))
     if flat.rest_on == "disk":
         yield flat.num_rest * flat.compute.itemsize
 
@@ -163,6 +157,6 @@ def window_bytes(flat: Flat, num_rows: float) -> int:
     return padded_bytes((record_bytes(flat, chunk, num_rows), out))
 
 
-def staged_bytes(flats: Iterable[Flat]) -> int:
+def _staged_bytes(flats: Iterable[Flat]) -> int:
     """Size of a unit's parameters on their way from disk to the device."""
     return padded_bytes(flat.num_rest * flat.compute.itemsize for flat in flats if flat.is_staged)

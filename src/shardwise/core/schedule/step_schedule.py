@@ -16,6 +16,7 @@ has gathered serves the next forward.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 
 from ...base.errors import ConfigurationError
 from ...base.intervals import BLOCK_ELEMS
@@ -67,8 +68,7 @@ class UnitPlan:
     @property
     def reduced_bytes(self) -> int:
         """Bytes of a reduction's slot: for gradients that are split or offloaded, and for encoded rows."""
-        slots = sum(aligned(flat.num_elems * flat.reduce.itemsize) for flat in self.flats if flat.reduces_in_slot)
-        return slots + sum(aligned(flat.exchanged_bytes) for flat in self.flats)
+        return sum(aligned(flat.reduced_bytes) + aligned(flat.exchanged_bytes) for flat in self.flats)
 
     @property
     def gathered_row_bytes(self) -> int:
@@ -103,8 +103,7 @@ class Schedule:
     @property
     def read_holders(self) -> tuple[int, ...]:
         """Units that hold others and whose weights the backward reads. Their backward begins before the others'."""
-        units = self.units
-        return tuple(unit for unit in self.order if units[unit].holds_units and units[unit].backward_reads)
+        return tuple(at for at in self.order if self.units[at].holds_units and self.units[at].backward_reads)
 
     @property
     def reduce_order(self) -> tuple[int, ...]:
@@ -134,7 +133,7 @@ def aligned(num_bytes: int) -> int:
 def make_schedule(units: Sequence[UnitPlan], order: Sequence[int], budget_bytes: int | None) -> Schedule:
     """Make a schedule. `budget_bytes` limits the ring of gather slots; without it one unit is prefetched."""
     ring = [unit for unit in order if units[unit].layout.gathered_until == "forward" and not units[unit].holds_units]
-    num_slots = _ring_size(units, ring, budget_bytes)
+    num_slots = _ring_size([units[unit] for unit in ring], budget_bytes)
     slot_of: list[int | None] = [None] * len(units)
     slot_bytes = [0] * min(num_slots, len(ring))
     for position, unit in enumerate(ring):
@@ -171,14 +170,14 @@ def _ahead(units: Sequence[UnitPlan], order: Sequence[int], positions: range, nu
     return tuple(found)
 
 
-def _ring_size(units: Sequence[UnitPlan], ring: Sequence[int], budget_bytes: int | None) -> int:
+def _ring_size(ring: Sequence[UnitPlan], budget_bytes: int | None) -> int:
     if budget_bytes is None or not ring:
         return 2
-    largest = max(ring, key=lambda unit: units[unit].gathered_bytes)
-    needed = units[largest].gathered_bytes
+    largest = max(ring, key=attrgetter("gathered_bytes"))
+    needed = largest.gathered_bytes
     if budget_bytes < needed:
         raise ConfigurationError(
-            f"memory_budget={budget_bytes} bytes is less than one gathered unit needs: {units[largest].name!r} takes "
+            f"memory_budget={budget_bytes} bytes is less than one gathered unit needs: {largest.name!r} takes "
             f"{needed} bytes; raise the budget or cut the model into smaller units"
         )
     return max(1, min(len(ring), budget_bytes // max(needed, 1)))

@@ -31,7 +31,8 @@ def find_units(model: nn.Module, units: Units = "auto") -> list[UnitSpec]:
     paths = ["", *_unit_paths(model, units)]
     owned: dict[str, list[Param]] = {path: [] for path in paths}
     for param in params:
-        owned[_common_unit([site.module for site in param.sites], paths)].append(param)
+        around = [path for path in paths if all(_is_in(site.module, path) for site in param.sites)]
+        owned[max(around, key=len)].append(param)
     modules = dict(model.named_modules())
     found = []
     if any(owned[path] for path in paths[1:]):
@@ -44,7 +45,7 @@ def find_units(model: nn.Module, units: Units = "auto") -> list[UnitSpec]:
     for path in paths:
         if owned[path]:
             owners = [modules[site.module] for param in owned[path] for site in param.sites]
-            holds_units = any(_inside(other, path) for other in paths if owned[other])
+            holds_units = any(other != path and _is_in(other, path) for other in paths if owned[other])
             backward_reads = not all(_is_plain_embedding(owner) for owner in owners)
             found.append(UnitSpec(path or ROOT, path, tuple(owned[path]), holds_units, backward_reads))
     return found
@@ -61,20 +62,18 @@ def _is_plain_embedding(module: nn.Module) -> bool:
 
 def _params(model: nn.Module) -> list[Param]:
     sites: dict[nn.Parameter, list[Site]] = {}
-    modules = dict(model.named_modules())
-    for path, module in modules.items():
+    tables: set[nn.Parameter] = set()
+    for path, module in model.named_modules():
         for attribute, param in module._parameters.items():
             if param is not None:
                 sites.setdefault(param, []).append(Site(path, attribute))
-    found = []
-    for param, places in sites.items():
-        name = places[0].name
-        if not _is_sharded(name, param):
-            continue
-        is_table = any(isinstance(modules[place.module], (nn.Embedding, nn.EmbeddingBag)) for place in places)
-        dtype = dtype_of(param.dtype)
-        found.append(Param(name, tuple(param.shape), dtype, param.requires_grad, tuple(places), is_table))
-    return found
+                if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+                    tables.add(param)
+    return [
+        Param(name, tuple(param.shape), dtype_of(param.dtype), param.requires_grad, tuple(places), param in tables)
+        for param, places in sites.items()
+        if _is_sharded(name := places[0].name, param)
+    ]
 
 
 def _is_sharded(name: str, param: nn.Parameter) -> bool:
@@ -100,14 +99,9 @@ def _is_sharded(name: str, param: nn.Parameter) -> bool:
     return False
 
 
-def _inside(path: str, unit: str) -> bool:
-    return path != unit and (not unit or path.startswith(unit + "."))
-
-
-def _common_unit(modules: list[str], units: list[str]) -> str:
-    """The deepest unit that every one of `modules` is, or lies inside."""
-    around = [unit for unit in units if all(module == unit or _inside(module, unit) for module in modules)]
-    return max(around, key=len)
+def _is_in(path: str, unit: str) -> bool:
+    """True if a module is the unit, or lies inside it."""
+    return not unit or f"{path}.".startswith(f"{unit}.")
 
 
 def _unit_paths(model: nn.Module, units: Any) -> list[str]:
@@ -121,29 +115,25 @@ def _unit_paths(model: nn.Module, units: Any) -> list[str]:
     is_list = isinstance(units, Sequence) and not isinstance(units, str)
     if not is_list or not all(isinstance(each, (str, type)) for each in units):
         hint = did_you_mean(units, ["auto"]) if isinstance(units, str) else "as in ['LlamaDecoderLayer']"
-        raise ConfigurationError(
-            f"units={units!r}: give 'auto', a number of parameters, or a list of class names; {hint}"
-        )
+        wanted = "give 'auto', a number of parameters, or a list of class names"
+        raise ConfigurationError(f"units={units!r}: {wanted}; {hint}")
     return modules_of_class(model, units, "units")
 
 
 def find_blocks(model: nn.Module) -> list[str]:
     """The paths of the blocks that a model repeats: the classes it declares, else the entries of its lists."""
-    declared: set[str] = set()
-    for module in model.modules():  # a Hugging Face model, or one that another library has wrapped
-        declared.update(getattr(module, "_no_split_modules", None) or ())
+    # Declared by a Hugging Face model, or by one that another library has wrapped.
+    declared = {name for module in model.modules() for name in getattr(module, "_no_split_modules", None) or ()}
     named = [path for path, module in _callables(model) if type(module).__name__ in declared]
     return _outermost(named) or _repeated_blocks(model)
 
 
-def modules_of_class(model: nn.Module, classes: Sequence[str | type[nn.Module]], asked_as: str) -> list[str]:
-    """The paths of modules of these classes; `asked_as` names the option in errors."""
+def modules_of_class(model: nn.Module, classes: Sequence[str | type[nn.Module]], option: str) -> list[str]:
+    """The paths of modules of these classes; `option` is its name in errors."""
     names = {cls if isinstance(cls, str) else cls.__name__ for cls in classes}
     present = {type(module).__name__ for module in model.modules()}
     for name in sorted(names - present):
-        raise ConfigurationError(
-            f"{asked_as}: the model has no module of class {name!r}; {did_you_mean(name, present)}"
-        )
+        raise ConfigurationError(f"{option}: the model has no module of class {name!r}; {did_you_mean(name, present)}")
     return _in_order(model, [path for path, module in _callables(model) if type(module).__name__ in names])
 
 
@@ -160,13 +150,12 @@ def _callables(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 def _repeated_blocks(model: nn.Module) -> list[str]:
     """The entries of lists and sequences in which one class comes at least twice."""
-    found: list[str] = []
-    callables = {path for path, _ in _callables(model)}
+    repeated: set[str] = set()
     for path, module in model.named_modules():
         kinds = [type(child) for child in module] if isinstance(module, (nn.ModuleList, nn.Sequential)) else []
         if len(set(kinds)) < len(kinds):
-            found.extend(f"{path}.{name}" if path else name for name, _ in module.named_children())
-    return _outermost([path for path in found if path in callables])
+            repeated.update(f"{path}.{name}" if path else name for name, _ in module.named_children())
+    return _outermost([path for path, _ in _callables(model) if path in repeated])
 
 
 def _large_parts(model: nn.Module, blocks: list[str]) -> list[str]:
@@ -187,14 +176,13 @@ def _large_parts(model: nn.Module, blocks: list[str]) -> list[str]:
 
 def _large_leftovers(model: nn.Module, blocks: list[str]) -> list[str]:
     """Modules outside the blocks, such as embeddings and heads, that are large or hold at least half a block."""
-    modules = dict(model.named_modules())
     if not blocks:
         return []
-    least = least_outside(max(_num_elems(modules[path]) for path in blocks))
+    least = least_outside(max(_num_elems(model.get_submodule(path)) for path in blocks))
     return [
         path
         for path, module in _callables(model)
-        if not any(path == block or _inside(path, block) or _inside(block, path) for block in blocks)
+        if not any(_is_in(path, block) or _is_in(block, path) for block in blocks)
         and sum(param.numel() for param in module.parameters(recurse=False)) >= least
     ]
 
@@ -206,10 +194,9 @@ def _num_elems(module: nn.Module) -> int:
 def _by_size(model: nn.Module, threshold_elems: int) -> list[str]:
     """Every module, deepest first, that has at least the threshold of parameters that are in no unit yet."""
     found: list[str] = []
-    callables = dict(_callables(model))
     taken: set[nn.Parameter] = set()
-    for path in sorted(callables, key=lambda path: -path.count(".")):
-        free = [param for param in callables[path].parameters() if param not in taken]
+    for path, module in sorted(_callables(model), key=lambda each: -each[0].count(".")):
+        free = [param for param in module.parameters() if param not in taken]
         if sum(param.numel() for param in free) >= threshold_elems:
             found.append(path)
             taken.update(free)
@@ -217,7 +204,7 @@ def _by_size(model: nn.Module, threshold_elems: int) -> list[str]:
 
 
 def _outermost(paths: list[str]) -> list[str]:
-    return [path for path in paths if not any(_inside(path, other) for other in paths)]
+    return [path for path in paths if not any(path != other and _is_in(path, other) for other in paths)]
 
 
 def _in_order(model: nn.Module, paths: list[str]) -> list[str]:
