@@ -248,8 +248,10 @@ def layout_of(strategy: str | Layout) -> Layout:
     if isinstance(strategy, Layout):
         return strategy
     if not isinstance(strategy, str):
-        given = f"{type(strategy).__name__} {strategy!r}"
-        raise ConfigurationError(f"a strategy is a preset's name or a Layout, not {given}")
+        raise ConfigurationError(
+            f"a strategy is a preset's name, a Layout or a mapping of units to them, not {type(strategy).__name__} "
+            f"{strategy!r}"
+        )
     # An alias may end in plus signs itself.
     name, *moves = re.split(r"\+(?=[^+=]*=)", strategy.lower())
     name = name.replace("-", "_")
@@ -303,12 +305,8 @@ ALWAYS_WHOLE = "root.whole"
 
 def layouts_for(strategy: Strategy, names: Sequence[str]) -> list[Layout]:
     """The layout of each unit: the same for all, or that of the first pattern in a mapping that matches its name."""
-    if isinstance(strategy, (str, Layout)):
-        strategy = {"*": strategy}
-    if not isinstance(strategy, Mapping):
-        given = f"{type(strategy).__name__} {strategy!r}"
-        raise ConfigurationError(f"a strategy is a preset's name, a Layout or a mapping of units to them, not {given}")
-    rows = {pattern: layout_of(value) for pattern, value in strategy.items()}
+    by_pattern = strategy if isinstance(strategy, Mapping) else {"*": strategy}
+    rows = {pattern: layout_of(value) for pattern, value in by_pattern.items()}
     unit_names = [name for name in names if name != ALWAYS_WHOLE]
     matching = {name: [pattern for pattern in rows if fnmatchcase(name, pattern)] for name in unit_names}
     for pattern in rows:

@@ -71,6 +71,6 @@ def precision_of(precision: str | Precision, reduce_dtype: DTypeLike | None) -> 
     if reduce_dtype is None:
         return precision
     chosen = DTYPES.get(reduce_dtype) if isinstance(reduce_dtype, str) else dtype_of(reduce_dtype)
-    if chosen not in DTYPES.values():
+    if chosen is None or chosen not in DTYPES.values():
         raise ConfigurationError(f"unknown reduce_dtype {reduce_dtype!r}; {did_you_mean(str(reduce_dtype), DTYPES)}")
     return replace(precision, reduce=chosen)

@@ -26,7 +26,7 @@ inputs were saved before its forward began: the tensors saved last before such a
 import weakref
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -49,31 +49,22 @@ class _Memory:
 
     def __init__(self, buffers: HostBuffers, here: Tensor) -> None:
         self._buffers = buffers
-        self._buffer: Arena | None = None
+        self.copy: Arena | None = None  # its place on the host, from the first copy on
         self.num_bytes = here.untyped_storage().nbytes()
         self.here: Tensor | None = here
         self.version = here._version
         self.is_overwritten = False
 
     @property
-    def is_copied(self) -> bool:
-        return self._buffer is not None
-
-    @property
     def host(self) -> Tensor:
         """Its place on the host, allocated at the first use."""
-        if self._buffer is None:
-            self._buffer = self._buffers.lend(self.num_bytes)
-        return self._buffer.row[: self.num_bytes]
-
-    def let_go(self) -> None:
-        if self.here is not None and self.is_copied:
-            self.is_overwritten |= self.here._version != self.version
-            self.here = None
+        if self.copy is None:
+            self.copy = self._buffers.lend(self.num_bytes)
+        return self.copy.row[: self.num_bytes]
 
     def __del__(self) -> None:
-        if self._buffer is not None:
-            self._buffers.take_back(self._buffer)
+        if self.copy is not None:
+            self._buffers.take_back(self.copy)
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
@@ -88,17 +79,7 @@ class _ForwardSegment:
         return [memory for memory in [ref() for ref in self.memories] if memory is not None]
 
 
-@dataclass(slots=True, frozen=True)
-class _Flight:
-    """Copies that are queued up to `mark`, and the device memory that they read or write."""
-
-    stretch: _ForwardSegment
-    tensors: list[Tensor]
-    mark: Mark
-
-
-@dataclass(slots=True, frozen=True)
-class _Part:
+class _Part(NamedTuple):
     memory: _Memory
     stretch: _ForwardSegment
     dtype: torch.dtype
@@ -140,8 +121,8 @@ class HostActivations:
         # The stretch that runs, and the last one that is over.
         self._running: _ForwardSegment | None = None
         self._last: _ForwardSegment | None = None
-        self._leaving: list[_Flight] = []
-        self._arriving: list[_Flight] = []
+        # Points up to which copies are queued, and the device memory that they read or write.
+        self._in_flight: list[tuple[Mark, list[Tensor]]] = []
         # Stretches that are copied and may be on the device as well, and the one that the backward has come to.
         self._here: list[_ForwardSegment] = []
         self._reached: _ForwardSegment | None = None
@@ -153,7 +134,12 @@ class HostActivations:
         if not self._hosted:
             return
         if not self._open:
-            self._begin_forward()
+            self.join()
+            self._let_go_of_all_but(self._last)
+            self._reached = None
+            # If other hooks are active, such as those of a checkpoint around the whole model, those decide.
+            if _top_pack() is None:
+                self._hooks.__enter__()
         states = self._units[index].states
         weights = frozenset(state.compute_params[0].untyped_storage().data_ptr() for state in states)
         undecided = self._pass_boundary()
@@ -181,19 +167,9 @@ class HostActivations:
 
     def join(self) -> None:
         """Let the computation wait for every copy in flight."""
-        for flight in (*self._leaving, *self._arriving):
-            self._lane.compute_waits_for(flight.mark)
-        self._here += [flight.stretch for flight in self._leaving]
-        self._leaving.clear()
-        self._arriving.clear()
-
-    def _begin_forward(self) -> None:
-        self.join()
-        self._let_go_of_all_but(self._last)
-        self._reached = None
-        # If other hooks are active, such as those of a checkpoint around the whole model, those decide.
-        if _top_pack() is None:
-            self._hooks.__enter__()
+        for mark, _ in self._in_flight:
+            self._lane.compute_waits_for(mark)
+        self._in_flight.clear()
 
     def _pass_boundary(self) -> list[weakref.ref[_Saved]]:
         if self._running is not None:
@@ -265,12 +241,13 @@ class HostActivations:
         tensors = []
         with self._lane.after_compute().named(f"activations of {stretch.unit} to host"):
             for memory in stretch.live():
-                if memory.here is not None and not memory.is_copied:
+                if memory.here is not None and memory.copy is None:
                     storage = torch.empty(0, dtype=torch.uint8, device=self._device).set_(memory.here.untyped_storage())
                     memory.host.copy_(storage, non_blocking=True)
                     tensors.append(memory.here)
                     self._host.moves.add("to_host", memory.num_bytes)
-        self._leaving.append(_Flight(stretch, tensors, self._lane.mark()))
+        self._in_flight.append((self._lane.mark(), tensors))
+        self._here.append(stretch)
 
     # Backward: to the device.
 
@@ -282,50 +259,47 @@ class HostActivations:
             )
         found = saved.found
         if isinstance(found, Tensor):
-            _refuse_overwritten(found._version != saved.version, saved.unit, found.shape)
-            return found
-        memory, stretch = found.memory, found.stretch
-        if stretch is not self._reached:
-            self._reach(stretch)
-        if memory.here is None:
-            self._start_fetching(stretch)
-            self.join()
-        assert memory.here is not None
-        is_overwritten = memory.is_overwritten or memory.here._version != memory.version
-        _refuse_overwritten(is_overwritten, saved.unit, found.shape)
-        view = torch.empty(0, dtype=found.dtype, device=self._device)
-        return view.set_(memory.here.untyped_storage(), found.offset, found.shape, found.stride)
+            tensor, is_overwritten = found, found._version != saved.version
+        else:
+            memory, stretch = found.memory, found.stretch
+            if stretch is not self._reached:
+                self._reach(stretch)
+            if memory.here is None:
+                self._start_fetching(stretch)
+                self.join()
+            assert memory.here is not None
+            is_overwritten = memory.is_overwritten or memory.here._version != memory.version
+            tensor = torch.empty(0, dtype=found.dtype, device=self._device)
+            tensor.set_(memory.here.untyped_storage(), found.offset, found.shape, found.stride)
+        if is_overwritten:  # autograd does not check tensors that it passed to hooks
+            raise StateError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation since "
+                f"unit {saved.unit!r} saved it: a tensor of shape {tuple(tensor.shape)}; change a copy of it instead"
+            )
+        return tensor
 
     def _reach(self, stretch: _ForwardSegment) -> None:
         """Called when the backward reaches a stretch: release others, fetch this one, prefetch the one before it."""
         self._reached = stretch
         self.join()
-        ahead = self._last_before(stretch)
+        earlier = [other for other in self._stretches.values() if other.serial < stretch.serial]
+        ahead = next((other for other in reversed(earlier) if other.live()), None)
         self._let_go_of_all_but(stretch, ahead)
-        self._here.append(stretch)
         self._start_fetching(stretch)
         self.join()
         if ahead is not None:
-            self._here.append(ahead)
             self._start_fetching(ahead)
-
-    def _last_before(self, stretch: _ForwardSegment) -> _ForwardSegment | None:
-        """The nearest earlier stretch that still has live storages."""
-        for serial in sorted((serial for serial in self._stretches if serial < stretch.serial), reverse=True):
-            found = self._stretches.get(serial)
-            if found is not None and found.live():
-                return found
-        return None
 
     def _let_go_of_all_but(self, *stretches: _ForwardSegment | None) -> None:
         kept = {memory for stretch in stretches if stretch is not None for memory in stretch.live()}
-        for stretch in self._here:
-            for memory in stretch.live():
-                if memory not in kept:
-                    memory.let_go()
+        for memory in [memory for stretch in self._here for memory in stretch.live()]:
+            if memory not in kept and memory.here is not None and memory.copy is not None:
+                memory.is_overwritten |= memory.here._version != memory.version
+                memory.here = None
         self._here.clear()
 
     def _start_fetching(self, stretch: _ForwardSegment) -> None:
+        self._here.append(stretch)
         on_host = [memory for memory in stretch.live() if memory.here is None]
         if not on_host:
             return
@@ -336,19 +310,10 @@ class HostActivations:
                 tensor.copy_(memory.host, non_blocking=True)
                 memory.here, memory.version = tensor, tensor._version
                 self._host.moves.add("to_device", memory.num_bytes)
-        self._arriving.append(_Flight(stretch, here, self._lane.mark()))
+        self._in_flight.append((self._lane.mark(), here))
 
 
 def _top_pack() -> Any:
     """The pack hook that autograd calls at present, or None."""
     hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return None if hooks is None else hooks[0]
-
-
-def _refuse_overwritten(is_overwritten: bool, unit: str, shape: torch.Size) -> None:
-    """Raise if a saved tensor was changed in place: autograd does not check tensors that it passed to hooks."""
-    if is_overwritten:
-        raise StateError(
-            "one of the variables needed for gradient computation has been modified by an inplace operation since unit "
-            f"{unit!r} saved it: a tensor of shape {tuple(shape)}; change a copy of it instead"
-        )

@@ -27,6 +27,8 @@ from .runtime import Engine
 _OF_TORCH = frozenset(vars(nn.Module()))
 # The number of forwards in which a unit's modules are searched for tensors that they store as attributes.
 NUM_LOOKS = 2
+# Keeps torch.compile from tracing a hook; compiled code calls it.
+_opaque: Callable[[Callable[..., Any]], Callable[..., Any]] = torch.compiler.disable
 
 
 class _UnitHooks:
@@ -110,15 +112,12 @@ class _UnitHooks:
         found = list(tensors_in(output))
         self._engine.gathers.refuse_own_weights(self._index, found)
         given, self._given = self._given, {}
-        recorded = [
-            tensor for tensor in found if tensor.grad_fn is not None and tensor.grad_fn is not given.get(tensor)
-        ]
+        recorded = [tensor for tensor in found if tensor.grad_fn is not given.get(tensor)]
         if self._num_looks or self._keepers or self._seen_by_hooks:
-            others = [*self._kept_by_modules(), *self._seen_by_hooks]
-            recorded += [tensor for tensor in others if tensor.grad_fn is not None]
+            recorded += [*self._kept_by_modules(), *self._seen_by_hooks]
             self._seen_by_hooks.clear()
-        if torch._C._are_functorch_transforms_active():
-            recorded = []
+        is_transformed = torch._C._are_functorch_transforms_active()
+        recorded = [tensor for tensor in recorded if tensor.grad_fn is not None and not is_transformed]
         call = self._engine.after_forward(self._index, bool(recorded))
         if call is not None:
             for tensor in recorded:
@@ -193,19 +192,14 @@ def install_hooks(engine: Engine, modules: dict[str, nn.Module]) -> None:
             engine.entries.setdefault(module, []).append((before, after))
             module.register_forward_pre_hook(before, prepend=True)
             module.register_forward_hook(after, always_call=True)
-    _show_to_encoders(engine, modules)
-
-
-def _show_to_encoders(engine: Engine, modules: dict[str, nn.Module]) -> None:
-    """Show torch's `TransformerEncoder` the compute parameters of its first layer before that layer runs. It checks
-    whether they are plain tensors, and skips padding if they are; it does not read their values."""
-    for encoder in modules.values():
-        if isinstance(encoder, nn.TransformerEncoder) and len(encoder.layers):
-            inside = set(encoder.layers[0].modules())
-            for unit in engine.units:
-                if unit.module in inside:
-                    encoder.register_forward_pre_hook(_opaque(lambda *_, unit=unit: unit.show_compute()))
-                    encoder.register_forward_hook(_opaque(lambda *_, unit=unit: unit.show_resting()), always_call=True)
+    # Torch's `TransformerEncoder` checks whether the parameters of its first layer are plain tensors before that layer
+    # runs, and skips padding if they are. It does not read their values.
+    encoders = [each for each in modules.values() if isinstance(each, nn.TransformerEncoder) and len(each.layers)]
+    for encoder in encoders:
+        inside = set(encoder.layers[0].modules())
+        for unit in [unit for unit in engine.units if unit.module in inside]:
+            encoder.register_forward_pre_hook(_opaque(lambda *_, unit=unit: unit.show_compute()))
+            encoder.register_forward_hook(_opaque(lambda *_, unit=unit: unit.show_resting()), always_call=True)
 
 
 def register_forward(module: nn.Module, method: str) -> None:
@@ -233,11 +227,6 @@ def register_forward(module: nn.Module, method: str) -> None:
 def _is_recompute() -> bool:
     """True if this forward runs inside a backward: activation checkpointing."""
     return torch._C._current_graph_task_id() != -1
-
-
-def _opaque(hook: Callable[..., Any]) -> Callable[..., Any]:
-    """Keep torch.compile from tracing a hook; compiled code calls it."""
-    return torch.compiler.disable(hook)
 
 
 def _explain(error: BaseException | None, unit_name: str, precision: Precision) -> None:

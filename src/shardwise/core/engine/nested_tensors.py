@@ -25,17 +25,12 @@ def tensors_in(value: Any, depth: int = _DEPTH) -> Iterator[Tensor]:
         for field in dataclasses.fields(value):
             yield from tensors_in(getattr(value, field.name, None), depth)
     elif depth and value is not None and not isinstance(value, _OPAQUE):
-        for item in _attributes(value):
-            yield from tensors_in(item, depth - 1)
-
-
-def _attributes(value: Any) -> Iterator[Any]:
-    yield from getattr(value, "__dict__", {}).values()
-    for kind in type(value).__mro__:
-        slots = kind.__dict__.get("__slots__", ())
-        for name in (slots,) if isinstance(slots, str) else slots:
-            if name not in ("__dict__", "__weakref__"):
-                yield getattr(value, name, None)
+        yield from tensors_in(getattr(value, "__dict__", {}), depth - 1)
+        for kind in type(value).__mro__:
+            slots = kind.__dict__.get("__slots__", ())
+            for name in (slots,) if isinstance(slots, str) else slots:
+                if name not in ("__dict__", "__weakref__"):
+                    yield from tensors_in(getattr(value, name, None), depth - 1)
 
 
 def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
@@ -44,48 +39,41 @@ def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
     if isinstance(value, Tensor):
         return change(value)
     if isinstance(value, (tuple, list)):
-        items = [map_tensors(item, change) for item in value]
-        if all(new is old for new, old in zip(items, value, strict=True)):
-            return value
-        return _with(value, items)
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        found = {field.name: getattr(value, field.name, None) for field in dataclasses.fields(value)}
-        changed = {name: map_tensors(item, change) for name, item in found.items()}
-        changed = {name: item for name, item in changed.items() if item is not found[name]}
-        return _with(value, changed) if changed else value
-    if isinstance(value, Mapping):
-        pairs = {key: map_tensors(item, change) for key, item in value.items()}
-        if all(pairs[key] is value[key] for key in pairs):
-            return value
-        return _with(value, pairs)
-    return value
+        old = dict(enumerate(value))
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        old = {field.name: getattr(value, field.name, None) for field in dataclasses.fields(value)}
+    elif isinstance(value, Mapping):
+        old = dict(value)
+    else:
+        return value
+    new = {key: map_tensors(item, change) for key, item in old.items()}
+    changed = {key: item for key, item in new.items() if item is not old[key]}
+    return _with(value, new, changed) if changed else value
 
 
-def _with(value: Any, new: Any) -> Any:
-    """A copy of a container or a dataclass with new items or fields; the value itself if its class allows no copy."""
+def _with(value: Any, new: dict[Any, Any], changed: dict[Any, Any]) -> Any:
+    """A copy of a container or a dataclass with `new` items or fields, of which some are `changed`; the value itself if
+    its class allows no copy."""
     kind = type(value)
     is_mapping: bool = isinstance(value, Mapping)
     is_dataclass: bool = dataclasses.is_dataclass(value)
     if kind in (list, tuple, dict):
-        return kind(new)
+        return new if kind is dict else kind(new.values())
     try:
         if isinstance(value, tuple):
             # A namedtuple may have a constructor of its own, which `_make` passes by.
-            twin = getattr(kind, "_make", kind)(new)
+            twin = getattr(kind, "_make", kind)(list(new.values()))
         elif is_dataclass and is_mapping:
-            twin = dataclasses.replace(value, **new)  # Hugging Face's outputs keep their fields as items, too
+            twin = dataclasses.replace(value, **changed)  # Hugging Face's outputs keep their fields as items, too
         elif is_mapping and not isinstance(value, MutableMapping):
             twin = kind(new)
         else:
             twin = copy.copy(value)
-            if isinstance(value, list):
-                twin[:] = new
-            elif is_dataclass:
-                # Not `replace`: fields may be no arguments, and constructors may do more than take them. Frozen, too.
-                for name, item in new.items():
-                    object.__setattr__(twin, name, item)
-            else:
-                for key, item in new.items():
+            for key, item in changed.items():
+                if is_dataclass:
+                    # Not `replace`: fields may be no arguments, and constructors may do more. Frozen ones, too.
+                    object.__setattr__(twin, key, item)
+                else:
                     twin[key] = item
     except (TypeError, AttributeError, ValueError, KeyError, RuntimeError, copy.Error):
         return value

@@ -14,7 +14,11 @@ Facts = Sequence[tuple[str, str]]
 
 def all_or_none(world: Channel, prepare: Callable[[], T]) -> T:
     """Run `prepare` on every rank; if it fails on one, it fails on all, with that one's reason and exit code."""
-    result, failure, reports = attempt(world, prepare, _report)
+
+    def report_of(failure: Exception) -> tuple[type[ShardwiseError], str]:
+        return type(failure) if isinstance(failure, ShardwiseError) else ConfigurationError, str(failure)
+
+    result, failure, reports = attempt(world, prepare, report_of)
     if failure is not None:
         raise failure
     for rank, report in enumerate(reports):
@@ -22,10 +26,6 @@ def all_or_none(world: Channel, prepare: Callable[[], T]) -> T:
             kind, reason = report
             raise kind(f"rank {rank} cannot continue: {reason}")
     return result  # type: ignore[return-value]
-
-
-def _report(failure: Exception) -> tuple[type[ShardwiseError], str]:
-    return type(failure) if isinstance(failure, ShardwiseError) else ConfigurationError, str(failure)
 
 
 def attempt(

@@ -47,7 +47,6 @@ from .gathers import Gathers
 from .reductions import Reductions
 from .updates import HostJobs
 
-
 Hook = Callable[..., Any]
 
 

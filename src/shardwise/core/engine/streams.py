@@ -103,10 +103,6 @@ def host_waits_for(mark: Mark) -> None:
         mark.synchronize()
 
 
-def has_passed(mark: Mark) -> bool:
-    return mark is None or mark.query()
-
-
 def is_capturing(device: torch.device) -> bool:
     """True while work for the device is recorded into a CUDA graph."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
@@ -129,8 +125,7 @@ class PendingHostCopy:
             self._host = tensor.detach().clone()
 
     def read(self) -> list[float]:
-        if self._arrived is not None:
-            self._arrived.synchronize()
+        host_waits_for(self._arrived)
         return self._host.double().reshape(-1).tolist()
 
 

@@ -81,8 +81,8 @@ class AdamUpdate:
     """
 
     master: Tensor
-    exp_avg: Tensor | Moment8
-    exp_avg_sq: Tensor | Moment8
+    exp_avg: Any  # a Tensor, or a Moment8
+    exp_avg_sq: Any
     grad: Tensor
     out: Tensor | None
     settings: AdamSettings
@@ -131,8 +131,6 @@ def adamw(update: AdamUpdate, cores: tuple[int, ...]) -> None:
 
 def _job(update: AdamUpdate) -> AdamwJob:
     settings, num_elems = update.settings, update.master.numel()
-    assert isinstance(update.exp_avg, Tensor)
-    assert isinstance(update.exp_avg_sq, Tensor)
     roots, set_threads = (None, None) if settings.fused else torch_square_root()
     bias = 1 - settings.beta2**settings.step
     return AdamwJob(
@@ -151,9 +149,6 @@ def _job(update: AdamUpdate) -> AdamwJob:
 
 def _job8(loaded: ctypes.CDLL, update: AdamUpdate) -> Adamw8Job:
     settings, mean, square = update.settings, update.exp_avg, update.exp_avg_sq
-    assert isinstance(mean, Moment8)
-    assert isinstance(square, Moment8)
-    encoders = [_encoder(loaded, tuple(moment.lookup.tolist())) for moment in (mean, square)]
     return Adamw8Job(
         exp_avg_codes=mean.codes.data_ptr(),
         exp_avg_scale=mean.scale.data_ptr(),
@@ -161,8 +156,8 @@ def _job8(loaded: ctypes.CDLL, update: AdamUpdate) -> Adamw8Job:
         exp_avg_sq_scale=square.scale.data_ptr(),
         signed_map=mean.lookup.data_ptr(),
         unsigned_map=square.lookup.data_ptr(),
-        signed_encoder=encoders[0].data_ptr(),
-        unsigned_encoder=encoders[1].data_ptr(),
+        signed_encoder=_encoder(loaded, tuple(mean.lookup.tolist())).data_ptr(),
+        unsigned_encoder=_encoder(loaded, tuple(square.lookup.tolist())).data_ptr(),
         lr=settings.lr,
         beta1=settings.beta1,
         weight_decay=settings.weight_decay,
@@ -230,27 +225,22 @@ def torch_square_root() -> tuple[int | None, int | None]:
 def update_with_torch(update: AdamUpdate) -> None:
     """Run an update with torch's operations, chunk by chunk, so that no second copy of anything is made. They use
     torch's own number of threads."""
+    update_chunk = _update_chunk8 if isinstance(update.exp_avg, Moment8) else _update_chunk
     for begin in range(0, update.master.numel(), CHUNK_ELEMS):
         part = slice(begin, begin + CHUNK_ELEMS)
-        if isinstance(update.exp_avg, Moment8):
-            _update_chunk8(update, part)
-        else:
-            _update_chunk(update, part)
+        update_chunk(update, part)
         if update.out is not None:
             update.out[part].copy_(update.master[part])
 
 
 def _update_chunk(update: AdamUpdate, part: slice) -> None:
-    exp_avg, exp_avg_sq = update.exp_avg, update.exp_avg_sq
-    assert isinstance(exp_avg, Tensor)
-    assert isinstance(exp_avg_sq, Tensor)
     settings = asdict(update.settings)
     step, decoupled = torch.tensor(float(settings.pop("step") - 1)), settings.pop("decoupled")
     adam(
         [update.master[part]],
         [(update.grad[part] * update.grad_scale).float()],
-        [exp_avg[part]],
-        [exp_avg_sq[part]],
+        [update.exp_avg[part]],
+        [update.exp_avg_sq[part]],
         [],
         [step],
         foreach=False,
@@ -275,10 +265,9 @@ def _update_chunk8(update: AdamUpdate, part: slice) -> None:
     weight.sub_(lr * (mean / bias1) / (square.sqrt() / bias2.sqrt() + settings.eps))
 
 
-def _moved(moment: Tensor | Moment8, part: slice, end: Tensor, weight: float) -> Tensor:
+def _moved(moment: Moment8, part: slice, end: Tensor, weight: float) -> Tensor:
     """Move a part of a moment towards `end`, in the order of operations of torchao's compiled update; store its codes
     and return its values."""
-    assert isinstance(moment, Moment8)
     codes, scale = moment.codes[part], moment.scale[part.start // BLOCK_ELEMS : part.stop // BLOCK_ELEMS]
     start = moment.lookup[codes.int()] * scale.repeat_interleave(BLOCK_ELEMS)[: codes.numel()]
     is_near = abs(weight) < 0.5
