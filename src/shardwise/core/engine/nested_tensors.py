@@ -39,7 +39,7 @@ def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
     if isinstance(value, Tensor):
         return change(value)
     if isinstance(value, (tuple, list)):
-        old = dict(enumerate(value))
+        old: dict[Any, Any] = dict(enumerate(value))
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         old = {field.name: getattr(value, field.name, None) for field in dataclasses.fields(value)}
     elif isinstance(value, Mapping):
