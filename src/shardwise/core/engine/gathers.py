@@ -263,10 +263,8 @@ class Gathers:
         place = self.memory.slots[slot].untyped_storage().data_ptr()
         strided = [tensor for tensor in outputs if tensor.layout == torch.strided]
         if place in [tensor.untyped_storage().data_ptr() for tensor in strided]:
-            raise StateError(
-                f"unit {self._units[index].name!r} returns one of its own weights (or a view of it), whose memory "
-                "other weights take next: return a copy (.clone()), or choose units= so that both uses lie in one"
-            )
+            returns = f"unit {self._units[index].name!r} returns one of its own weights, whose memory others take next"
+            raise StateError(f"{returns}: return a copy (.clone()), or choose units= so that both uses lie in one")
 
     # Between steps.
 

@@ -63,9 +63,8 @@ def _refuse_parameter(module: nn.Module, name: str, param: nn.Parameter) -> None
     engine = find_engine(module)
     if engine is not None and not engine.whole_modules and module._parameters.get(name) is not param:
         raise StateError(
-            f"a parameter {name!r} was given to a {type(module).__name__} that is sharded already, and would not be "
-            "trained: add and replace parameters before sw.shard; change values inside "
-            "`with sw.whole(model, write=True):`"
+            f"parameter {name!r} was given to a {type(module).__name__} that is sharded already, and would not be "
+            "trained: add parameters before sw.shard, change values inside `with sw.whole(model, write=True):`"
         )
 
 
@@ -76,17 +75,16 @@ def _refuse_module(module: nn.Module, name: str, new: nn.Module | None) -> None:
     strange = any(part._parameters and find_engine(part) is not engine for part in new.modules())
     if name == "parametrizations" or strange:
         raise StateError(
-            f"a module {name!r} ({type(new).__name__}) with parameters of its own was given to a "
-            f"{type(module).__name__} that is sharded already, and would not be trained: build the whole model, "
-            "adapters and parametrizations too, before sw.shard"
+            f"module {name!r} ({type(new).__name__}) was given to a {type(module).__name__} that is sharded already: "
+            "it would not be trained; build the whole model, adapters and parametrizations too, before sw.shard"
         )
 
 
 def engine_of(module: nn.Module) -> Engine:
     if not isinstance(module, nn.Module):
         raise ConfigurationError(
-            f"a sharded model is expected, not the {type(module).__name__} {module!r}: sw.save and sw.load take the "
-            "path first, all else the model"
+            f"not a sharded model: {type(module).__name__} {module!r}; sw.save and sw.load take the path first, all "
+            "else the model"
         )
     engine = find_engine(module)
     if engine is None:

@@ -24,6 +24,7 @@ from ..unit.state import FlatState, Unit
 from ..wire.collectives import finish, start_all_reduce
 from .gathers import cut
 from .streams import Lane, Mark, PendingHostCopy, host_waits_for, is_capturing
+from .updates import HostJobs
 
 
 class Started(NamedTuple):
@@ -43,7 +44,7 @@ class Reductions:
         units: list[Unit],
         channels: Channels,
         device: torch.device,
-        await_update: Callable[[FlatState], None],
+        host_jobs: HostJobs,
     ) -> None:
         self._statuses = statuses
         self._units = units
@@ -51,7 +52,7 @@ class Reductions:
         self._channels = channels
         self._device = device
         # Waits until the host's update has read a flat's gradient, because the next gradient overwrites it.
-        self._await_update = await_update
+        self._await_update = host_jobs.await_update_of
         self.memory = ReductionMemory(schedule, device)
         self.lanes = tuple(Lane(device) for _ in range(4))
         self._lane, self._finish_lane, self._leave_lane, self._update_lane = self.lanes
@@ -227,9 +228,9 @@ class Reductions:
             for spec, param in zip(state.flat.params, state.compute_params, strict=True):
                 if param.grad is not None:
                     raise StateError(
-                        f"parameter {spec.name!r} of unit {state.unit_name!r} got a gradient after the unit's backward "
-                        "had ended: its forward recorded something that reaches the loss beside what it returned "
-                        "(return it), or ran in a reentrant checkpoint (use use_reentrant=False)"
+                        f"parameter {spec.name!r} of unit {state.unit_name!r} got a gradient after its backward: its "
+                        "forward recorded something that reaches the loss and that it did not return (return it), "
+                        "or ran in a reentrant checkpoint (use use_reentrant=False)"
                     )
 
     def agree_on_use(self) -> None:
@@ -265,10 +266,8 @@ class Reductions:
             (later, own), self._sum = self._sum, None
             # On an emulated fabric no other rank exists, and the sum is this rank's number. All numbers are positive.
             if later.read()[0] not in (own, self._channels["world"].num_ranks * own):
-                raise StateError(
-                    "the ranks' optimizers have different settings, so their weights would drift apart: give every "
-                    "rank the same learning rate and the like (optimizer.param_groups)"
-                )
+                differ = "the ranks' optimizers have different settings (optimizer.param_groups)"
+                raise StateError(f"{differ}: give every rank the same learning rate and the like")
 
     def sync(self, states: list[FlatState]) -> None:
         """Reduce the sums of micro-batches to the optimizer's layout, outside a backward."""

@@ -61,13 +61,10 @@ class Engine:
         loss_scale: Tensor | None,
         host: HostMemory,
     ) -> None:
-        self.mesh = mesh
-        self.device = mesh.device
+        self.mesh, self.device, self.precision, self.host = mesh, mesh.device, precision, host
         self.units = units
         self.all_states = [state for unit in units for state in unit.states]  # frozen ones too
         self.trainable_states = [state for unit in units for state in unit.trainable_states]
-        self.precision = precision
-        self.host = host
         self._budget_bytes = budget_bytes
         share = 1.0 if mesh.world.averages else 1.0 / mesh.world_size
         is_first = precision.reduce in (precision.compute, FP16)
@@ -91,19 +88,15 @@ class Engine:
         self._clock = self._num_backwards = 0
         # Forwards whose backward has begun and not ended.
         self._opened: set[ForwardCall] = set()
-        self._host_jobs = HostJobs(units)
-        self.gathers = Gathers(
-            schedule, self.statuses, units, channels_of(mesh, "gather"), mesh.device, host, self._host_jobs
-        )
+        self._host_jobs = jobs = HostJobs(units)
+        self.gathers = Gathers(schedule, self.statuses, units, channels_of(mesh, "gather"), mesh.device, host, jobs)
         # The activations of a unit that holds others stay on the device.
         hosted = [unit for unit in schedule.leaves if schedule.units[unit].layout.activations_on == "host"]
         self.activations = HostActivations(units, hosted, mesh.device, host)
-        self.reductions = Reductions(
-            schedule, self.statuses, units, channels_of(mesh, "reduce"), mesh.device, self._host_jobs.await_update_of
-        )
+        self.reductions = Reductions(schedule, self.statuses, units, channels_of(mesh, "reduce"), mesh.device, jobs)
         # Optimizers and the user's parameters call these.
         self.await_gradients, self.updating = self.reductions.wait, self.reductions.updating
-        self.await_update_of, self.await_host_of = self._host_jobs.await_update_of, self.reductions.await_on_host
+        self.await_update_of, self.await_host_of = jobs.await_update_of, self.reductions.await_on_host
         self.was_updated, self.was_rewritten = self.gathers.was_updated, self.gathers.was_rewritten
         # The flats that are trained, unit by unit, in the order in which their gradients are reduced.
         self.update_order = [units[index].trainable_states for index in schedule.reduce_order]
@@ -132,9 +125,9 @@ class Engine:
         """Return a compute parameter for a use outside the forward of its unit; its gradient is reduced, too."""
         unit, param = self._unit_of[state], state.compute_params[index]
         if self.scale.loss_scale is not None and not self.is_computing:
+            name = state.flat.params[index].name
             raise StateError(
-                f"fp16: parameter {state.flat.params[index].name!r} is used outside the model's forward, where its "
-                "gradient would not be scaled: use it inside, or take bf16"
+                f"fp16: {name!r} has no scaled gradient outside the model's forward: use it inside, or bf16"
             )
         if not self.statuses[unit.index].num_computing:
             self.gathers.lend(unit.index)
@@ -190,8 +183,8 @@ class Engine:
         unit.show_resting()
         if unit.was_written(status.version):
             raise StateError(
-                f"the forward of unit {unit.name!r} changed its own weights (an embedding's max_norm, a moving "
-                "average), which other ranks do not know of: change weights between steps, on all ranks alike"
+                f"the forward of unit {unit.name!r} changed its own weights (an embedding's max_norm, a mean) on "
+                "this rank alone: change weights between steps, on all ranks alike"
             )
         if leads_to_backward:
             if self._seen_order is not None:
@@ -295,20 +288,14 @@ class Engine:
         status = self.statuses[call.unit]
         name, layout = status.plan.name, status.plan.layout
         if call.version != status.version:
-            raise StateError(
-                f"backward through a forward of unit {name!r} that ran before optimizer.step(): its weights have "
-                "changed since; run the forward again"
-            )
+            ran = f"a forward of unit {name!r} that ran before optimizer.step()"
+            raise StateError(f"backward through {ran}: its weights have changed since; run the forward again")
         if torch.is_grad_enabled() and layout.gathered_until != "always":
-            raise StateError(
-                f"create_graph=True: a second backward would read weights of unit {name!r} that are gone by then; "
-                "use a layout whose parameters are whole"
-            )
+            gone = f"a second backward would read weights of unit {name!r} that are gone by then"
+            raise StateError(f"create_graph=True: {gone}; use a layout whose parameters are whole")
         if not self._in_backward and self.scale.loss_scale is not None and not self.is_loss_scaled:
-            raise StateError(
-                "fp16: this backward did not come through an output of the sharded model, so its gradients are not "
-                "scaled; call the model itself, not its parts, or use bf16"
-            )
+            unscaled = "this backward, which did not come through an output of the sharded model, is not scaled"
+            raise StateError(f"fp16: {unscaled}; call the model itself, not its parts, or use bf16")
 
     def _begin_backward(self, _: Tensor | None = None) -> None:
         if self._in_backward:
@@ -440,15 +427,13 @@ class Engine:
         units out. A unit whose weights were used outside its forward stays gathered from now on, and is reduced last,
         like one that holds others."""
         lent = [status.index for status in self.statuses if status.is_lent]
-        reports = exchange(self.mesh.world, (seen, sorted(self._seen_recorded), lent))
-        called = {index for others, _, _ in reports for index in others}
-        recorded = {index for _, others, _ in reports for index in others}
-        kept = sorted({index for _, _, others in reports for index in others})
-        for index in called - recorded:
+        orders, recorded, lents = zip(*exchange(self.mesh.world, (seen, self._seen_recorded, lent)), strict=True)
+        for index in set().union(*orders).difference(*recorded):
             self._is_in_backward[index] = self.schedule.units[index].trainable
-        seen = max((others for others, _, _ in reports), key=len)
-        is_one = all(others == [index for index in seen if index in others] for others, _, _ in reports)
-        order = [*kept, *(index for index in dict.fromkeys((*seen, *self.schedule.order)) if index not in kept)]
+        kept = sorted(set().union(*lents))
+        longest = max(orders, key=len)
+        is_one = all(order == [index for index in longest if index in order] for order in orders)
+        order = [*kept, *(index for index in dict.fromkeys((*longest, *self.schedule.order)) if index not in kept)]
         if not is_one or (order == list(self.schedule.order) and not kept):
             return
         units = [replace(unit, holds_units=True) if at in kept else unit for at, unit in enumerate(self.schedule.units)]
