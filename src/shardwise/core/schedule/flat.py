@@ -24,7 +24,7 @@ from math import prod
 from typing import Literal, NamedTuple
 
 from ...base.dtypes import FP32, DType
-from ...base.intervals import BLOCK_ELEMS, Interval, nested_shards, place
+from ...base.intervals import BLOCK_ELEMS, nested_shards, place
 from ..layout import Layout, Place
 from ..precision import Precision
 from ..wire.codec import AS_IS, Codec, encoded_bytes, parse
@@ -62,8 +62,10 @@ class Route(NamedTuple):
     after: tuple[Copy, ...] = ()
 
 
-@dataclass(frozen=True)
+@dataclass(unsafe_hash=True)
 class Flat:
+    """One flat of a unit. Everything else follows from these fields; none of it ever changes."""
+
     params: tuple[Param, ...]
     layout: Layout
     axis_sizes: tuple[int, ...]
@@ -73,126 +75,96 @@ class Flat:
     reduce: DType
     trainable: bool
 
-    @property
-    def optimizer(self) -> int:
-        """The number of the optimizer that updates it."""
-        return self.params[0].optimizer
-
-    @property
-    def num_ranks(self) -> int:
-        """All ranks: the axes of a chain make up the world."""
-        return prod(self.axis_sizes)
-
-    @cached_property
-    def depth_of_params(self) -> int:
-        return self.layout.depth(self.layout.params)
-
-    @cached_property
-    def depth_of_grads(self) -> int:
-        return self.layout.depth(self.layout.grads)
-
-    @cached_property
-    def depth_of_master(self) -> int:
-        return self.layout.depth(self.layout.optimizer) if self.trainable else self.depth_of_params
-
-    @cached_property
-    def params_codec(self) -> Codec | None:
-        """The codec of gathers; None if parameters are not encoded or not sent."""
-        return self._codec(self.layout.params_as, prod(self.axis_sizes[: self.depth_of_master]) > 1)
-
-    @cached_property
-    def rounds_forwards(self) -> bool:
-        """Parameters are encoded for a forward, and exact for a backward."""
-        return self.params_codec is not None and self.params_codec.is_forward_only
-
-    def is_encoded_for(self, pass_: Pass) -> bool:
-        return self.params_codec is not None and (pass_ == "forward" or not self.rounds_forwards)
-
-    @cached_property
-    def grads_codec(self) -> Codec | None:
-        return self._codec(self.layout.grads_as, self.trainable and self.num_ranks > 1)
+    def __post_init__(self) -> None:
+        layout, sizes = self.layout, self.axis_sizes
+        self.optimizer = self.params[0].optimizer  # the number of the optimizer that updates it
+        self.num_ranks = prod(sizes)  # all: the axes of a chain make up the world
+        self.depth_of_params, self.depth_of_grads = layout.depth(layout.params), layout.depth(layout.grads)
+        self.depth_of_master = depth = layout.depth(layout.optimizer) if self.trainable else self.depth_of_params
+        # The codecs of gathers and reductions; None if nothing is encoded or nothing is sent.
+        self.params_codec = self._codec(layout.params_as, prod(sizes[:depth]) > 1)
+        self.grads_codec = self._codec(layout.grads_as, self.trainable and self.num_ranks > 1)
+        # Parameters are encoded for a forward, and exact for a backward.
+        self.rounds_forwards = self.params_codec is not None and self.params_codec.is_forward_only
+        self._place_params()
+        self.refresh_hops = self._hops("all_gather", reversed(range(self.depth_of_params, depth)))
+        self.gather_hops = self._hops("all_gather", reversed(range(self.depth_of_params)))
+        # From the master to the whole, also for reading weights in full precision.
+        self.master_hops = self.refresh_hops + self.gather_hops
+        self.reduce_hops = self._hops("reduce_scatter", range(self.depth_of_grads))
+        sums = tuple(Hop("all_reduce", axis, depth) for axis in layout.chain[depth:])
+        self.sync_hops = self._hops("reduce_scatter", range(self.depth_of_grads, depth)) + sums
+        self._choose_places()
+        self._count_bytes()
 
     def _codec(self, name: str, is_sent: bool) -> Codec | None:
         is_encoded = name != AS_IS and is_sent and any(param.num_elems for param in self.params)
         return parse(name) if is_encoded else None
 
-    @cached_property
-    def _placed(self) -> tuple[tuple[Interval, ...], int]:
-        sizes = [param.num_elems for param in self.params]
-        codecs = [codec for codec in (self.params_codec, self.grads_codec) if codec is not None]
+    def _hops(self, kind: Kind, depths: Iterable[int]) -> tuple[Hop, ...]:
+        return tuple(Hop(kind, self.layout.chain[depth], depth) for depth in depths)
+
+    def _place_params(self) -> None:
+        depth, codecs = self.depth_of_master, (self.params_codec, self.grads_codec)
+        block = max([BLOCK_ELEMS, *(codec.block for codec in codecs if codec is not None)])
         # An encoded all-reduce is computed by all ranks, each its part: so the flat is divided by all axes.
-        depth = self.depth_of_master if self.grads_codec is None else len(self.axis_sizes)
-        return place(sizes, prod(self.axis_sizes[:depth]), max([BLOCK_ELEMS, *(codec.block for codec in codecs)]))
+        num_shards = prod(self.axis_sizes[:depth]) if self.grads_codec is None else self.num_ranks
+        self.intervals, self.num_elems = place([param.num_elems for param in self.params], num_shards, block)
+        self.spans = nested_shards(self.num_elems, self.axis_sizes[:depth], self.axis_indices[:depth])
+        # Elements on this rank.
+        self.num_master = self.spans[depth].num_elems
+        self.num_rest = self.spans[self.depth_of_params].num_elems
+        self.num_grads = self.spans[min(self.depth_of_grads, depth)].num_elems
 
-    @property
-    def intervals(self) -> tuple[Interval, ...]:
-        return self._placed[0]
-
-    @property
-    def num_elems(self) -> int:
-        return self._placed[1]
-
-    @cached_property
-    def spans(self) -> tuple[Interval, ...]:
-        depth = self.depth_of_master
-        return nested_shards(self.num_elems, self.axis_sizes[:depth], self.axis_indices[:depth])
-
-    @cached_property
-    def master_on(self) -> Place:
-        return self.layout.optimizer_on if self.trainable else self.layout.params_on
-
-    @cached_property
-    def host_updates(self) -> bool:
-        """The host runs the update, with its state on the host or on disk."""
-        return self.trainable and self.master_on != "device"
-
-    @cached_property
-    def grads_on_host(self) -> bool:
-        """Gradients are on the host between micro-batches, too; otherwise they leave the device when final."""
-        return self.host_updates and self.layout.grads_on == "host"
-
-    @cached_property
-    def reduces_in_slot(self) -> bool:
-        """Gradients are reduced in a slot: their own memory holds only a part of them, or is not on the device."""
-        return self.trainable and (self.depth_of_grads > 0 or self.grads_on_host)
-
-    @property
-    def reduced_bytes(self) -> int:
-        """Bytes of its whole gradient in a reduction slot."""
-        return self.num_elems * self.reduce.itemsize if self.reduces_in_slot else 0
-
-    @cached_property
-    def master_is_whole(self) -> bool:
-        """The master is the compute copy: same dtype, same place, nothing to gather."""
-        return self.depth_of_master == 0 and self.master == self.compute and self.master_on == "device"
-
-    @cached_property
-    def rest_on(self) -> Place | None:
-        """The place of the copy at rest, which is `params_on`, or None. There is one if the master is split further, is
-        in another place, lies on disk among the moments, or is off the device in another dtype than is computed in."""
-        place = self.layout.params_on
+    def _choose_places(self) -> None:
+        layout, place = self.layout, self.layout.params_on
+        self.master_on: Place = layout.optimizer_on if self.trainable else place
+        # The host runs the update, with its state on the host or on disk.
+        self.host_updates = self.trainable and self.master_on != "device"
+        # Gradients are on the host between micro-batches, too; otherwise they leave the device when final.
+        self.grads_on_host = self.host_updates and layout.grads_on == "host"
+        # Gradients are reduced in a slot: their own memory holds only a part of them, or is not on the device.
+        self.reduces_in_slot = self.trainable and (self.depth_of_grads > 0 or self.grads_on_host)
+        # The master is the compute copy: same dtype, same place, nothing to gather.
+        is_compute = self.master == self.compute
+        self.master_is_whole = self.depth_of_master == 0 and is_compute and self.master_on == "device"
+        # The place of the copy at rest, which is `params_on`, or None. There is one if the master is split further, is
+        # in another place, lies on disk among the moments, or is off the device in another dtype than is computed in.
         is_other = self.depth_of_params < self.depth_of_master or self.master_on != place
-        is_larger = place != "device" and self.master != self.compute
-        is_among_moments = place == "disk" and self.trainable
-        return place if self.depth_of_params and (is_other or is_larger or is_among_moments) else None
+        is_unfit = (place == "disk" and self.trainable) or (place != "device" and not is_compute)
+        self.rest_on: Place | None = place if self.depth_of_params and (is_other or is_unfit) else None
+        # The copy at rest has exactly the elements that this rank updates.
+        self.rest_is_own = self.rest_on is not None and self.depth_of_params == self.depth_of_master
+        # The copy at rest stays encoded, as it arrived.
+        self.copy_is_encoded = self.params_codec is not None and self.rest_on == "device" and not self.rest_is_own
+        # Updated weights have memory of their own on the host, unless they are written to the copy at rest, or are the
+        # master itself.
+        is_written = (self.master_on == "host" and is_compute) or (self.rest_is_own and self.rest_on != "device")
+        self.has_out = self.host_updates and not is_written
+        # Weights are read from disk, through staging memory. Updated weights that stay on the host need no disk.
+        is_read = self.rest_on is None and self.master_on == "disk" and not self.has_out
+        self.is_staged = self.rest_on == "disk" or is_read
 
-    @cached_property
-    def rest_is_own(self) -> bool:
-        """The copy at rest has exactly the elements that this rank updates."""
-        return self.rest_on is not None and self.depth_of_params == self.depth_of_master
+    def _count_bytes(self) -> None:
+        # A rank's master, encoded; all rows of a gather in flight; a copy at rest on the device.
+        self.row_bytes = 0 if self.params_codec is None else encoded_bytes(self.params_codec, self.num_master)
+        self.gathered_row_bytes = self.num_elems // self.num_master * self.row_bytes if self.row_bytes else 0
+        self.rest_bytes = self.num_rest * self.compute.itemsize
+        if self.copy_is_encoded:
+            self.rest_bytes = self.num_rest // self.num_master * self.row_bytes
+        # The whole gradient in a reduction slot.
+        self.reduced_bytes = self.num_elems * self.reduce.itemsize if self.reduces_in_slot else 0
+        # The rows of a reduction in flight: sent and received, in the largest of its hops. And the elements, over all
+        # hops, whose encoding error is saved for feedback.
+        self.exchanged_bytes = self.num_lost = 0
+        codec = self.grads_codec
+        if codec is not None:
+            moving = [(ranks, elems) for _, ranks, elems in self.moving(self.reduce_hops + self.sync_hops)]
+            self.exchanged_bytes = max(2 * ranks * encoded_bytes(codec, elems // ranks) for ranks, elems in moving)
+            self.num_lost = sum(elems for _, elems in moving) if codec.has_feedback else 0
 
-    @cached_property
-    def has_out(self) -> bool:
-        """Updated weights have memory of their own on the host, unless they are written to the copy at rest, or are the
-        master itself."""
-        is_master = self.master_on == "host" and self.master == self.compute
-        is_rest = self.rest_is_own and self.rest_on != "device"
-        return self.host_updates and not is_master and not is_rest
-
-    @cached_property
-    def is_staged(self) -> bool:
-        """Weights are read from disk, through staging memory. Updated weights that stay on the host need no disk."""
-        return self.rest_on == "disk" or (self.rest_on is None and self.master_on == "disk" and not self.has_out)
+    def is_encoded_for(self, pass_: Pass) -> bool:
+        return self.params_codec is not None and (pass_ == "forward" or not self.rounds_forwards)
 
     @cached_property
     def _routes(self) -> tuple[Route, Route]:
@@ -210,83 +182,6 @@ class Flat:
     def route(self, is_stale: bool) -> Route:
         """Copies of a gather; `is_stale`: the master is newer than the copy at rest."""
         return self._routes[is_stale]
-
-    @property
-    def copy_is_encoded(self) -> bool:
-        """The copy at rest stays encoded, as it arrived."""
-        return self.params_codec is not None and self.rest_on == "device" and not self.rest_is_own
-
-    @cached_property
-    def row_bytes(self) -> int:
-        """Bytes of a rank's master, encoded."""
-        return 0 if self.params_codec is None else encoded_bytes(self.params_codec, self.num_master)
-
-    @property
-    def rest_bytes(self) -> int:
-        """Bytes of a copy at rest on the device."""
-        if self.copy_is_encoded:
-            return self.num_rest // self.num_master * self.row_bytes
-        return self.num_rest * self.compute.itemsize
-
-    @cached_property
-    def gathered_row_bytes(self) -> int:
-        """Bytes of the rows of a gather in flight."""
-        return self.num_elems // self.num_master * self.row_bytes if self.row_bytes else 0
-
-    @cached_property
-    def exchanged_bytes(self) -> int:
-        """Bytes of the rows of a reduction in flight: sent and received, in the largest of its hops."""
-        codec = self.grads_codec
-        if codec is None:
-            return 0
-        moving = self.moving(self.reduce_hops + self.sync_hops)
-        return max(2 * num_ranks * encoded_bytes(codec, num_elems // num_ranks) for _, num_ranks, num_elems in moving)
-
-    @property
-    def num_lost(self) -> int:
-        """Elements, over all hops, whose encoding error is saved for feedback."""
-        if self.grads_codec is None or not self.grads_codec.has_feedback:
-            return 0
-        return sum(num_elems for _, _, num_elems in self.moving(self.reduce_hops + self.sync_hops))
-
-    @property
-    def num_master(self) -> int:
-        """Elements of the master on this rank."""
-        return self.spans[self.depth_of_master].num_elems
-
-    @property
-    def num_rest(self) -> int:
-        return self.spans[self.depth_of_params].num_elems
-
-    @property
-    def num_grads(self) -> int:
-        return self.spans[self.depth_of_grads].num_elems
-
-    @cached_property
-    def refresh_hops(self) -> tuple[Hop, ...]:
-        return self._hops("all_gather", reversed(range(self.depth_of_params, self.depth_of_master)))
-
-    @cached_property
-    def gather_hops(self) -> tuple[Hop, ...]:
-        return self._hops("all_gather", reversed(range(self.depth_of_params)))
-
-    @property
-    def master_hops(self) -> tuple[Hop, ...]:
-        """The hops from the master to the whole, also for reading weights in full precision."""
-        return self.refresh_hops + self.gather_hops
-
-    @cached_property
-    def reduce_hops(self) -> tuple[Hop, ...]:
-        return self._hops("reduce_scatter", range(self.depth_of_grads))
-
-    @cached_property
-    def sync_hops(self) -> tuple[Hop, ...]:
-        rest = self.layout.chain[self.depth_of_master :]
-        sums = tuple(Hop("all_reduce", axis, self.depth_of_master) for axis in rest)
-        return self._hops("reduce_scatter", range(self.depth_of_grads, self.depth_of_master)) + sums
-
-    def _hops(self, kind: Kind, depths: Iterable[int]) -> tuple[Hop, ...]:
-        return tuple(Hop(kind, self.layout.chain[depth], depth) for depth in depths)
 
     def moving(self, hops: Iterable[Hop]) -> Iterator[tuple[Hop, int, int]]:
         """The hops that move something, with the ranks and the elements of each."""

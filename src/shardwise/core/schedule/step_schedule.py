@@ -37,9 +37,9 @@ PART_ELEMS = 32 << 20
 NORM_ELEMS = 32 << 20
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(unsafe_hash=True)
 class UnitPlan:
-    """A unit in the schedule."""
+    """A unit in the schedule. Nothing of it ever changes."""
 
     name: str
     layout: Layout
@@ -47,35 +47,21 @@ class UnitPlan:
     holds_units: bool
     backward_reads: bool
 
-    @property
-    def gives_back(self) -> bool:
-        """The unit has gathered memory of its own, from its forward to the end of its backward."""
-        return self.layout.gathered_until == "backward"
-
-    @property
-    def trainable(self) -> bool:
-        return any(flat.trainable for flat in self.flats)
-
-    @property
-    def trained_bytes(self) -> int:
-        """Bytes of gradients as autograd makes them: in the compute dtype."""
-        return sum(flat.num_elems * flat.compute.itemsize for flat in self.flats if flat.trainable)
-
-    @property
-    def gathered_bytes(self) -> int:
-        return sum(aligned(flat.num_elems * flat.compute.itemsize) for flat in self.flats if not flat.master_is_whole)
-
-    @property
-    def reduced_bytes(self) -> int:
-        """Bytes of a reduction's slot: for gradients that are split or offloaded, and for encoded rows."""
-        return sum(aligned(flat.reduced_bytes) + aligned(flat.exchanged_bytes) for flat in self.flats)
-
-    @property
-    def gathered_row_bytes(self) -> int:
-        return sum(aligned(flat.gathered_row_bytes) for flat in self.flats)
+    def __post_init__(self) -> None:
+        flats = self.flats
+        # The unit has gathered memory of its own, from its forward to the end of its backward.
+        self.gives_back = self.layout.gathered_until == "backward"
+        self.trainable = any(flat.trainable for flat in flats)
+        # Bytes of gradients as autograd makes them: in the compute dtype.
+        self.trained_bytes = sum(flat.num_elems * flat.compute.itemsize for flat in flats if flat.trainable)
+        split = [flat for flat in flats if not flat.master_is_whole]
+        self.gathered_bytes = sum(aligned(flat.num_elems * flat.compute.itemsize) for flat in split)
+        self.gathered_row_bytes = sum(aligned(flat.gathered_row_bytes) for flat in flats)
+        # Bytes of a reduction's slot: for gradients that are split or offloaded, and for encoded rows.
+        self.reduced_bytes = sum(aligned(flat.reduced_bytes) + aligned(flat.exchanged_bytes) for flat in flats)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(unsafe_hash=True)
 class Schedule:
     """`order` is the forward's. `slot_of` has indices of `slot_bytes`; None is memory of the unit's own."""
 
@@ -87,43 +73,22 @@ class Schedule:
     before_backward: tuple[tuple[int, ...], ...]
     after_step: tuple[int, ...]
 
-    @property
-    def num_ranks(self) -> int:
-        return self.units[0].flats[0].num_ranks
-
-    @property
-    def trainable_flats(self) -> list[Flat]:
-        return [flat for unit in self.units for flat in unit.flats if flat.trainable]
-
-    @property
-    def leaves(self) -> tuple[int, ...]:
-        """The units that run one after the other, none inside another."""
-        return tuple(unit for unit in self.order if not self.units[unit].holds_units)
-
-    @property
-    def read_holders(self) -> tuple[int, ...]:
-        """Units that hold others and whose weights the backward reads. Their backward begins before the others'."""
-        return tuple(at for at in self.order if self.units[at].holds_units and self.units[at].backward_reads)
-
-    @property
-    def reduce_order(self) -> tuple[int, ...]:
-        """Gradients are reduced in this order on every rank, whatever order they become ready in."""
-        return tuple(unit for unit in reversed(self.order) if self.units[unit].trainable)
-
-    @property
-    def scratch_bytes(self) -> int:
-        """Bytes for sums of earlier micro-batches that come back from the host, one at a time."""
-        flats = [flat for flat in self.trainable_flats if flat.grads_on_host and flat.depth_of_grads > 0]
-        return max((flat.num_grads * flat.reduce.itemsize for flat in flats), default=0)
-
-    @property
-    def row_slot_bytes(self) -> int:
-        """Bytes of a slot for the encoded rows of a gather in flight."""
-        return max((unit.gathered_row_bytes for unit in self.units), default=0)
-
-    @property
-    def reduction_slot_bytes(self) -> int:
-        return max((unit.reduced_bytes for unit in self.units), default=0)
+    def __post_init__(self) -> None:
+        units, order = self.units, self.order
+        self.num_ranks = units[0].flats[0].num_ranks
+        self.trainable_flats = [flat for unit in units for flat in unit.flats if flat.trainable]
+        # The units that run one after the other, none inside another.
+        self.leaves = tuple(at for at in order if not units[at].holds_units)
+        # Units that hold others and whose weights the backward reads. Their backward begins before the others'.
+        self.read_holders = tuple(at for at in order if units[at].holds_units and units[at].backward_reads)
+        # Gradients are reduced in this order on every rank, whatever order they become ready in.
+        self.reduce_order = tuple(at for at in reversed(order) if units[at].trainable)
+        # Sums of earlier micro-batches come back from the host, one at a time.
+        returning = [flat for flat in self.trainable_flats if flat.grads_on_host and flat.depth_of_grads > 0]
+        self.scratch_bytes = max((flat.num_grads * flat.reduce.itemsize for flat in returning), default=0)
+        # A slot for the encoded rows of a gather in flight, and one for a reduction.
+        self.row_slot_bytes = max(unit.gathered_row_bytes for unit in units)
+        self.reduction_slot_bytes = max(unit.reduced_bytes for unit in units)
 
 
 def aligned(num_bytes: int) -> int:
