@@ -83,8 +83,8 @@ def _refuse_module(module: nn.Module, name: str, new: nn.Module | None) -> None:
 def engine_of(module: nn.Module) -> Engine:
     if not isinstance(module, nn.Module):
         raise ConfigurationError(
-            f"not a sharded model: {type(module).__name__} {module!r}; sw.save and sw.load take the path first, all "
-            "else the model"
+            f"a sharded model is expected, not the {type(module).__name__} {module!r}: sw.save and sw.load take the "
+            "path first, all else the model"
         )
     engine = find_engine(module)
     if engine is None:

@@ -35,10 +35,9 @@ class _UnitHooks:
     def __init__(self, engine: Engine, index: int) -> None:
         self._engine = engine
         self._index = index
-        unit = engine.units[index]
+        self._unit = unit = engine.units[index]
         is_leaf = not engine.schedule.units[index].holds_units
         self._inner = [module for module in unit.module.modules() if is_leaf and module is not unit.module]
-        self._is_trained = bool(unit.trainable_states)
         # The inputs of this forward, with their grad_fn: an input that is returned unchanged is no output of the unit.
         self._given: dict[Tensor, Any] = {}
         self._watched: set[nn.Module] = set()
@@ -68,17 +67,16 @@ class _UnitHooks:
     def _enter_transform(self) -> None:
         """Refuse vmap, jvp and other transforms around a gather, because they trace every operation. They also wrap the
         outputs, so the backward is noticed by hooks on the parameters instead."""
-        engine, index, plans = self._engine, self._index, self._engine.schedule.units
-        if plans[index].layout.gathered_until != "always" or not all(
-            engine.statuses[unit].is_ready("forward") or all(flat.master_is_whole for flat in plans[unit].flats)
-            for unit in (index, *engine.schedule.before_forward[index])
+        engine, index = self._engine, self._index
+        gathered = [engine.statuses[unit] for unit in (index, *engine.schedule.before_forward[index])]
+        if engine.statuses[index].plan.layout.gathered_until != "always" or not all(
+            status.is_ready("forward") or all(flat.master_is_whole for flat in status.plan.flats) for status in gathered
         ):
             raise StateError(
-                f"a transform of torch.func around unit {plans[index].name!r}, whose weights are gathered when it "
-                "runs: use a layout whose weights are whole (ddp), or torch.func.functional_call with "
-                "sw.full_state_dict(model)"
+                f"a transform of torch.func around unit {self._unit.name!r}, whose weights are gathered when it runs: "
+                "take whole weights (ddp), or torch.func.functional_call with sw.full_state_dict(model)"
             )
-        for state in engine.units[index].trainable_states:
+        for state in self._unit.trainable_states:
             for at in range(len(state.compute_params)):
                 engine.lend(state, at)
 
@@ -91,8 +89,7 @@ class _UnitHooks:
         """Tensors that modules of the unit have as attributes, such as the auxiliary loss of a router."""
         if self._num_looks:
             self._num_looks -= 1
-            unit = self._engine.units[self._index]
-            for part in [unit.module, *self._inner]:
+            for part in [self._unit.module, *self._inner]:
                 for values in (vars(part), part._buffers):
                     for name, value in values.items():
                         is_candidate = name not in _OF_TORCH and isinstance(value, (Tensor, list, tuple, dict))
@@ -105,7 +102,7 @@ class _UnitHooks:
         if self._kept_casts:
             torch.set_autocast_cache_enabled(self._kept_casts.pop())
         if output is None and self._engine.precision.compute != FP32:
-            _explain(sys.exception(), self._engine.units[self._index].name, self._engine.precision)
+            _explain(sys.exception(), self._unit.name, self._engine.precision)
         if _is_recompute():
             return
         self._engine.activations.after(self._index)
@@ -122,12 +119,10 @@ class _UnitHooks:
         if call is not None:
             for tensor in recorded:
                 tensor.register_hook(partial(self._engine.before_backward, call))
-        elif not found and torch.is_grad_enabled() and sys.exception() is None and self._is_trained:
-            name = self._engine.units[self._index].name
+        elif not found and torch.is_grad_enabled() and sys.exception() is None and self._unit.trainable_states:
             raise StateError(
-                f"no tensor was found in the {type(output).__name__} that unit {name!r} ({type(module).__name__}) "
-                "returned, so its backward could not be followed: return tensors, or containers, dataclasses or plain "
-                "objects that hold them"
+                f"no tensor was found in the {type(output).__name__} that unit {self._unit.name!r} returned, so its "
+                "backward could not be followed: return tensors, or containers, dataclasses or objects that hold them"
             )
 
 
