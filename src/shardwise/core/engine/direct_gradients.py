@@ -74,18 +74,14 @@ def install_direct_gradients(units: Iterable[Unit], modules: dict[str, nn.Module
             for index, spec in enumerate(flat.params):
                 for site in spec.sites:
                     module = modules[site.module]
-                    if site.attribute == "weight" and isinstance(module, nn.Linear) and _is_plain(module):
-                        module.forward = _forward(module, state, index)  # type: ignore[method-assign]
+                    is_linear = isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
+                    is_plain = is_linear and "forward" not in module.__dict__ and "bias" in module._parameters
+                    if site.attribute == "weight" and is_plain:
+                        module.forward = _forward(module, state, index)
                         unit.writes_directly = True
 
 
-def _is_plain(module: nn.Linear) -> bool:
-    return (
-        type(module).forward is nn.Linear.forward and "forward" not in module.__dict__ and "bias" in module._parameters
-    )
-
-
-def _forward(module: nn.Linear, state: FlatState, index: int) -> Any:
+def _forward(module: Any, state: FlatState, index: int) -> Any:
     parameters, param = module._parameters, state.compute_params[index]
 
     def forward(input: Tensor) -> Tensor:  # noqa: A002, nn.Linear's own name for it

@@ -10,8 +10,8 @@ with its effect on memory: `_start_in_turn`, `_finish`, `lose`, `was_updated`, `
 
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,8 +32,7 @@ from .updates import HostJobs
 LOST = 1
 
 
-@dataclass(slots=True)
-class GatherInFlight:
+class GatherInFlight(NamedTuple):
     """`staged` is host memory that is copied to the device, `row_slot` is for encoded rows."""
 
     journeys: list[HopChain]
@@ -72,8 +71,6 @@ class Gathers:
         # Units to gather before any other: they were postponed while the host updated them.
         self._owed: deque[int] = deque()
         self._row_slots = deque(self.memory.row_slots)
-        self._has_codecs = schedule.row_slot_bytes > 0
-        self._row_bytes = [[state.flat.gathered_row_bytes for state in unit.states] for unit in units]
         self.is_staged = [any(state.flat.is_staged for state in unit.states) for unit in units]
         self._masters_version = self._version_of_masters()
         for unit in units:
@@ -160,7 +157,7 @@ class Gathers:
             unit.stamp(status.version)
             return
         row_slot: Tensor | None = None
-        if self._has_codecs and any(gather.is_encoded for gather in todo):
+        if any(gather.is_encoded for gather in todo):
             while not self._row_slots:
                 self._finish(next(index for index, gather in self._in_flight.items() if gather.row_slot is not None))
             row_slot = self._row_slots.popleft()
@@ -171,7 +168,7 @@ class Gathers:
             staged: dict[Flat, Tensor] = {}
             if self.is_staged[index] and (wanted := self._wanted_from_disk(index, todo)):
                 place, staged = self._host.take_staged(wanted)
-            rows = [] if row_slot is None else cut(row_slot, self._row_bytes[index])
+            rows = [] if row_slot is None else cut(row_slot, [flat.gathered_row_bytes for flat in status.plan.flats])
             for at, is_stale, is_encoded in todo:
                 state = unit.states[at]
                 if not state.flat.master_is_whole:
@@ -225,9 +222,9 @@ class Gathers:
 
     def _wanted_from_disk(self, index: int, todo: Iterable[FlatGather]) -> list[OffloadedState]:
         """The state of a unit to read from disk. A copy at rest that the gather is about to renew is not read."""
-        found = [(self._units[index].states[gather.at], gather.is_stale) for gather in todo]
-        at_rest = [state for state, is_stale in found if state.flat.rest_is_own or not is_stale]
-        return [state.away for state in at_rest if state.away is not None and state.flat.is_staged]
+        gathered = [(self._units[index].states[gather.at], gather.is_stale) for gather in todo]
+        read = [state for state, is_stale in gathered if state.flat.rest_is_own or not is_stale]
+        return [state.away for state in read if state.away is not None and state.flat.is_staged]
 
     # Giving memory back.
 

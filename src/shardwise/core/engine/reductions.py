@@ -23,7 +23,7 @@ from ..unit.gradient import Room
 from ..unit.state import FlatState, Unit
 from ..wire.collectives import finish, start_all_reduce
 from .gathers import cut
-from .streams import Lane, Mark, PendingHostCopy, host_waits_for, is_capturing
+from .streams import Lane, Mark, PendingHostCopy, host_waits_for
 from .updates import HostJobs
 
 
@@ -59,7 +59,6 @@ class Reductions:
         # Points at which gradients are on the host; and flats whose device memory can be released after these points.
         self.arrived: dict[FlatState, Mark] = {}
         self._left: deque[tuple[FlatState, tuple[Mark, ...]]] = deque()
-        self._needs_slot = [plan.reduced_bytes > 0 for plan in schedule.units]
         self._next_slot = 0
         # Units that are not reduced yet in this backward, in the schedule's order.
         self._due: deque[int] = deque()
@@ -102,7 +101,7 @@ class Reductions:
 
     def _open(self, index: int) -> int | None:
         unit = self._units[index]
-        slot = self._next_slot if self._needs_slot[index] else None
+        slot = self._next_slot if self._statuses[index].plan.reduced_bytes else None
         if slot is not None:
             self._next_slot = (slot + 1) % NUM_REDUCTIONS
             while slot in [started.slot for started in self._started]:
@@ -242,7 +241,8 @@ class Reductions:
         used = [flag for state in self._states for flag in state.gradient.used]
         if self.all_used is None:
             self.all_used = torch.ones(len(used) + 1, dtype=torch.int32, device=self._device)
-        left_out, settings, is_recorded = not all(used), self.settings(), is_capturing(self._device)
+        left_out, settings = not all(used), self.settings()
+        is_recorded = self._device.type == "cuda" and torch.cuda.is_current_stream_capturing()  # into a CUDA graph
         if not is_recorded:
             self._refuse_other_settings()
         with self._lane.after_compute():

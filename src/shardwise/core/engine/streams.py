@@ -103,11 +103,6 @@ def host_waits_for(mark: Mark) -> None:
         mark.synchronize()
 
 
-def is_capturing(device: torch.device) -> bool:
-    """True while work for the device is recorded into a CUDA graph."""
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-
-
 class PendingHostCopy:
     """A small tensor that is copied to the host, to be read later.
 

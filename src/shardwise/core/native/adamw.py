@@ -8,6 +8,7 @@ operations do the work.
 
 import ctypes
 import math
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
@@ -90,28 +91,26 @@ class AdamUpdate:
 
     def check(self) -> None:
         """Refuse tensors whose addresses C would misread."""
-        num_elems = self.master.numel()
-        _check("master", self.master, num_elems, torch.float32)
+        num_elems, fp32 = self.master.numel(), (torch.float32,)
+        wanted: dict[str, tuple[Tensor, int, Iterable[torch.dtype]]] = {"master": (self.master, num_elems, fp32)}
         for name, moment in (("exp_avg", self.exp_avg), ("exp_avg_sq", self.exp_avg_sq)):
             if isinstance(moment, Moment8):
-                _check(f"{name}_codes", moment.codes, num_elems, torch.uint8)
-                _check(f"{name}_scale", moment.scale, -(-num_elems // BLOCK_ELEMS), torch.float32)
-                _check(f"{name}_lookup", moment.lookup, 256, torch.float32)
+                wanted[f"{name}_codes"] = (moment.codes, num_elems, (torch.uint8,))
+                wanted[f"{name}_scale"] = (moment.scale, -(-num_elems // BLOCK_ELEMS), fp32)
+                wanted[f"{name}_lookup"] = (moment.lookup, 256, fp32)
             else:
-                _check(name, moment, num_elems, torch.float32)
-        _check("grad", self.grad, num_elems, *DTYPES)
+                wanted[name] = (moment, num_elems, fp32)
+        wanted["grad"] = (self.grad, num_elems, DTYPES)
         if self.out is not None:
-            _check("out", self.out, num_elems, *DTYPES)
-
-
-def _check(name: str, tensor: Tensor, num_elems: int, *dtypes: torch.dtype) -> None:
-    is_flat = tensor.device.type == "cpu" and tensor.shape == (num_elems,) and tensor.is_contiguous()
-    if not is_flat or tensor.dtype not in dtypes:
-        wanted = " or ".join(str(dtype) for dtype in dtypes)
-        raise StateError(
-            f"{name} of a host update must be a flat, contiguous CPU tensor of {num_elems} elements of {wanted}, but "
-            f"is {tuple(tensor.shape)} of {tensor.dtype} on {tensor.device} with strides {tensor.stride()}; copy it"
-        )
+            wanted["out"] = (self.out, num_elems, DTYPES)
+        for name, (tensor, length, dtypes) in wanted.items():
+            is_flat = tensor.device.type == "cpu" and tensor.shape == (length,) and tensor.is_contiguous()
+            if not is_flat or tensor.dtype not in dtypes:
+                raise StateError(
+                    f"{name} of a host update must be a flat, contiguous CPU tensor of {length} elements of "
+                    f"{' or '.join(map(str, dtypes))}, but is {tuple(tensor.shape)} of {tensor.dtype} on "
+                    f"{tensor.device} with strides {tensor.stride()}; copy it"
+                )
 
 
 def adamw(update: AdamUpdate, cores: tuple[int, ...]) -> None:
@@ -121,58 +120,16 @@ def adamw(update: AdamUpdate, cores: tuple[int, ...]) -> None:
     if loaded is None:
         update_with_torch(update)
         return
-    is_eight_bit = isinstance(update.exp_avg, Moment8)
-    job = _job8(loaded, update) if is_eight_bit else _job(update)
-    function = loaded.shardwise_adamw8 if is_eight_bit else loaded.shardwise_adamw
+    job = _job(loaded, update)
+    function = loaded.shardwise_adamw8 if isinstance(job, Adamw8Job) else loaded.shardwise_adamw
     ids = (ctypes.c_int32 * len(cores))(*cores)
     # ctypes gives the GIL back while the function runs.
     function(ctypes.byref(job), ctypes.c_int64(update.master.numel()), ids, ctypes.c_int32(len(cores)))
 
 
-def _job(update: AdamUpdate) -> AdamwJob:
-    settings, num_elems = update.settings, update.master.numel()
-    roots, set_threads = (None, None) if settings.fused else torch_square_root()
-    bias = 1 - settings.beta2**settings.step
-    return AdamwJob(
-        exp_avg=update.exp_avg.data_ptr(),
-        exp_avg_sq=update.exp_avg_sq.data_ptr(),
-        roots=roots,
-        set_threads=set_threads,
-        last=num_elems - num_elems % FUSED_LANES if settings.fused else num_elems,
-        kept=1 - settings.lr * settings.weight_decay if settings.decoupled else 1.0,
-        into_gradient=0.0 if settings.decoupled else settings.weight_decay,
-        bias_root=math.sqrt(bias) if settings.fused else bias**0.5,
-        minus_step_size=-settings.lr / (1 - settings.beta1**settings.step),
-        **_common_fields(update),
-    )
-
-
-def _job8(loaded: ctypes.CDLL, update: AdamUpdate) -> Adamw8Job:
-    settings, mean, square = update.settings, update.exp_avg, update.exp_avg_sq
-    return Adamw8Job(
-        exp_avg_codes=mean.codes.data_ptr(),
-        exp_avg_scale=mean.scale.data_ptr(),
-        exp_avg_sq_codes=square.codes.data_ptr(),
-        exp_avg_sq_scale=square.scale.data_ptr(),
-        signed_map=mean.lookup.data_ptr(),
-        unsigned_map=square.lookup.data_ptr(),
-        signed_encoder=_encoder(loaded, tuple(mean.lookup.tolist())).data_ptr(),
-        unsigned_encoder=_encoder(loaded, tuple(square.lookup.tolist())).data_ptr(),
-        lr=settings.lr,
-        beta1=settings.beta1,
-        weight_decay=settings.weight_decay,
-        step=settings.step,
-        lerp_rest=-(1.0 - (1 - settings.beta1)),
-        square_rest=-(1.0 - (1 - settings.beta2)),
-        least_scale=LEAST_SCALE,
-        is_decoupled=settings.decoupled,
-        **_common_fields(update),
-    )
-
-
-def _common_fields(update: AdamUpdate) -> dict[str, Any]:
-    settings, out = update.settings, update.out
-    return {
+def _job(loaded: ctypes.CDLL, update: AdamUpdate) -> AdamwJob | Adamw8Job:
+    settings, out, mean, square = update.settings, update.out, update.exp_avg, update.exp_avg_sq
+    values: dict[str, Any] = asdict(settings) | {
         "master": update.master.data_ptr(),
         "grad": update.grad.data_ptr(),
         "grad_dtype": DTYPES[update.grad.dtype],
@@ -180,10 +137,26 @@ def _common_fields(update: AdamUpdate) -> dict[str, Any]:
         "out_dtype": 0 if out is None else DTYPES[out.dtype],
         "grad_scale": -update.grad_scale if settings.maximize else update.grad_scale,
         "lerp_weight": 1 - settings.beta1,
-        "beta2": settings.beta2,
         "square_weight": 1 - settings.beta2,
-        "eps": settings.eps,
     }
+    if isinstance(mean, Moment8):
+        for name, sign, moment in (("exp_avg", "signed", mean), ("exp_avg_sq", "unsigned", square)):
+            values[f"{name}_codes"], values[f"{name}_scale"] = moment.codes.data_ptr(), moment.scale.data_ptr()
+            values[f"{sign}_map"] = moment.lookup.data_ptr()
+            values[f"{sign}_encoder"] = _encoder(loaded, tuple(moment.lookup.tolist())).data_ptr()
+        values["lerp_rest"] = -(1.0 - (1 - settings.beta1))
+        values["square_rest"] = -(1.0 - (1 - settings.beta2))
+        values["least_scale"], values["is_decoupled"] = LEAST_SCALE, settings.decoupled
+        return Adamw8Job(**{name: values[name] for name, _ in Adamw8Job._fields_})
+    num_elems, bias = update.master.numel(), 1 - settings.beta2**settings.step
+    values["exp_avg"], values["exp_avg_sq"] = mean.data_ptr(), square.data_ptr()
+    values["roots"], values["set_threads"] = (None, None) if settings.fused else torch_square_root()
+    values["last"] = num_elems - num_elems % FUSED_LANES if settings.fused else num_elems
+    values["kept"] = 1 - settings.lr * settings.weight_decay if settings.decoupled else 1.0
+    values["into_gradient"] = 0.0 if settings.decoupled else settings.weight_decay
+    values["bias_root"] = math.sqrt(bias) if settings.fused else bias**0.5
+    values["minus_step_size"] = -settings.lr / (1 - settings.beta1**settings.step)
+    return AdamwJob(**{name: values[name] for name, _ in AdamwJob._fields_})
 
 
 @cache
