@@ -19,7 +19,7 @@ from ..core.engine.direct_gradients import install_direct_gradients
 from ..core.engine.guards import engine_of, guard
 from ..core.engine.hooks import install_hooks, install_root_hooks
 from ..core.engine.rank_agreement import all_or_none, require_agreement
-from ..core.engine.runtime import Engine, channels_of
+from ..core.engine.runtime import Engine
 from ..core.layout import AUTO, Strategy
 from ..core.mesh import connect, device, everyone, local_rank, make_axes, num_local_ranks
 from ..core.native.cores import cores_for
@@ -165,7 +165,7 @@ def _shard(world: Channel, plan: Prepared) -> list[ShardedOptimizer]:
         # An optimizer that has stepped before keeps its state.
         known = [state for state in own if any(param in each.state for param in state.resting_params)]
         on_host.take_over([state for state in known if state.flat.host_updates])
-        reduce, early, skip = channels_of(mesh, "reduce"), request.early_update, request.skip_nonfinite
+        reduce, early, skip = mesh.channels_of("reduce"), request.early_update, request.skip_nonfinite
         sharded.append(ShardedOptimizer(each, engine, own, reduce, scaler, early, on_host, skip))
     if request.early_update:
         engine.reductions.update_early = sharded[0].update_early

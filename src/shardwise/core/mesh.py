@@ -51,6 +51,9 @@ class Mesh(Axes):
         """The channel of all ranks, used for set-up and to agree on values."""
         return self.channels["gather", "world"]
 
+    def channels_of(self, lane: Lane) -> dict[str, Channel]:
+        return {axis: channel for (name, axis), channel in self.channels.items() if name == lane}
+
     def begin(self, phase: str) -> None:
         """Begin a phase of the training; the collectives that follow belong to it."""
         world = self.world

@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 
 from ...base.errors import StateError
+from ..mesh import Mesh
 from ..offload.host_memory import HostMemory, OffloadedState
 from ..schedule.flat import Flat, Pass
 from ..schedule.state_bytes import NUM_STAGED
 from ..schedule.step_schedule import NUM_ROW_SLOTS, Schedule, aligned
 from ..schedule.unit_status import FlatGather, UnitStatus, Weights
-from ..unit.carrier import Channels
 from ..unit.state import Unit
 from ..wire.collectives import HopChain
 from .streams import Lane, Mark, host_waits_for
@@ -47,19 +47,18 @@ class Gathers:
         schedule: Schedule,
         statuses: list[UnitStatus],
         units: list[Unit],
-        channels: Channels,
-        device: torch.device,
+        mesh: Mesh,
         host: HostMemory,
         host_jobs: HostJobs,
     ) -> None:
         self.schedule = schedule
         self.statuses = statuses
         self._units = units
-        self._channels = channels
+        self._channels = mesh.channels_of("gather")
         self._host = host
         self._host_jobs = host_jobs
-        self.memory = GatherMemory(schedule, statuses, units, device)
-        self.lane = Lane(device)
+        self.memory = GatherMemory(schedule, statuses, units, mesh.device)
+        self.lane = Lane(mesh.device)
         self.wait_for_host = any(state.flat.host_updates for unit in units for state in unit.states)
         # On a CPU waiting blocks the caller: only the first hop of a gather, the one between nodes, overlaps with the
         # computation, and the others run when the unit is needed. Not with host updates, which delay ranks differently.

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from ...base.errors import StateError
+from ..mesh import Mesh
 from ..schedule.step_schedule import NUM_LEAVING, NUM_REDUCTIONS, Schedule
 from ..schedule.unit_status import UnitStatus
-from ..unit.carrier import Channels
 from ..unit.gradient import Room
 from ..unit.state import FlatState, Unit
 from ..wire.collectives import finish, start_all_reduce
@@ -38,19 +38,13 @@ class Started(NamedTuple):
 
 class Reductions:
     def __init__(
-        self,
-        schedule: Schedule,
-        statuses: list[UnitStatus],
-        units: list[Unit],
-        channels: Channels,
-        device: torch.device,
-        host_jobs: HostJobs,
+        self, schedule: Schedule, statuses: list[UnitStatus], units: list[Unit], mesh: Mesh, host_jobs: HostJobs
     ) -> None:
         self._statuses = statuses
         self._units = units
         self._states = [state for unit in units for state in unit.trainable_states]
-        self._channels = channels
-        self._device = device
+        self._channels = mesh.channels_of("reduce")
+        self._device = device = mesh.device
         # Waits until the host's update has read a flat's gradient, because the next gradient overwrites it.
         self._await_update = host_jobs.await_update_of
         self.memory = ReductionMemory(schedule, device)

@@ -31,14 +31,12 @@ from torch import Tensor, nn
 
 from ...base.dtypes import FP16
 from ...base.errors import StateError
-from ..mesh import Lane as LaneName
 from ..mesh import Mesh
 from ..offload.host_memory import HostMemory
 from ..optim.host_updates import FlatUpdate
 from ..precision import Precision
 from ..schedule.step_schedule import Schedule, make_schedule
 from ..schedule.unit_status import ForwardCall, UnitStatus, statuses_of
-from ..unit.carrier import Channels
 from ..unit.gradient import GradScale
 from ..unit.state import FlatState, Unit
 from ..wire.collectives import exchange
@@ -89,11 +87,11 @@ class Engine:
         # Forwards whose backward has begun and not ended.
         self._opened: set[ForwardCall] = set()
         self._host_jobs = jobs = HostJobs(units)
-        self.gathers = Gathers(schedule, self.statuses, units, channels_of(mesh, "gather"), mesh.device, host, jobs)
+        self.gathers = Gathers(schedule, self.statuses, units, mesh, host, jobs)
         # The activations of a unit that holds others stay on the device.
         hosted = [unit for unit in schedule.leaves if schedule.units[unit].layout.activations_on == "host"]
         self.activations = HostActivations(units, hosted, mesh.device, host)
-        self.reductions = Reductions(schedule, self.statuses, units, channels_of(mesh, "reduce"), mesh.device, jobs)
+        self.reductions = Reductions(schedule, self.statuses, units, mesh, jobs)
         # Optimizers and the user's parameters call these.
         self.await_gradients, self.updating = self.reductions.wait, self.reductions.updating
         self.await_update_of, self.await_host_of = jobs.await_update_of, self.reductions.await_on_host
@@ -465,7 +463,3 @@ class Engine:
         """Wait for all updates on the host."""
         self._host_jobs.finish_all()
         self.host.windows.flush()
-
-
-def channels_of(mesh: Mesh, lane: LaneName) -> Channels:
-    return {axis: channel for (name, axis), channel in mesh.channels.items() if name == lane}
