@@ -227,7 +227,7 @@ def channels_apart() -> bool:
     sw.init()
     model, _ = sw.shard(Slowed(), None, "zero3", precision="bf16")
     mesh = engine_of(model).mesh
-    return mesh.channels["gather", "world"].group is not mesh.channels["reduce", "world"].group
+    return mesh.channels["gather"]["world"].group is not mesh.channels["reduce"]["world"].group
 
 
 def test_gathers_and_reductions_have_communicators_of_their_own(run_ranks: Pool) -> None:

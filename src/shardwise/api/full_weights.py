@@ -201,7 +201,7 @@ def _gather(engine: Engine, state: FlatState, part: Tensor, dtype: DType) -> Ten
     buffer = torch.zeros(flat.num_elems, dtype=dtype.torch, device=state.device)
     buffer[state.own_in_whole].copy_(part)
     with engine.mesh.ledger.uncounted():
-        state.carrier.run(buffer, 0, flat.master_hops, engine.mesh.channels_of("gather"))
+        state.carrier.run(buffer, 0, flat.master_hops, engine.mesh.channels["gather"])
     return buffer
 
 
@@ -227,7 +227,7 @@ def grad_norms(model: nn.Module, norm_type: float = 2.0) -> dict[str, float]:
     """
     order, engine = require_norm_type(norm_type), engine_of(model)
     _complete(engine, engine.trainable_states)
-    return norms_by_param(engine.trainable_states, engine.mesh.channels_of("reduce"), engine.mesh.device, order)
+    return norms_by_param(engine.trainable_states, engine.mesh.channels["reduce"], engine.mesh.device, order)
 
 
 def _complete(engine: Engine, states: Iterable[FlatState]) -> None:

@@ -165,7 +165,7 @@ def _shard(world: Channel, plan: Prepared) -> list[ShardedOptimizer]:
         # An optimizer that has stepped before keeps its state.
         known = [state for state in own if any(param in each.state for param in state.resting_params)]
         on_host.take_over([state for state in known if state.flat.host_updates])
-        reduce, early, skip = mesh.channels_of("reduce"), request.early_update, request.skip_nonfinite
+        reduce, early, skip = mesh.channels["reduce"], request.early_update, request.skip_nonfinite
         sharded.append(ShardedOptimizer(each, engine, own, reduce, scaler, early, on_host, skip))
     if request.early_update:
         engine.reductions.update_early = sharded[0].update_early

@@ -23,7 +23,6 @@ from .wire.ledger import Ledger
 from .wire.rank_watch import Limits, Watch
 
 Lane = Literal["gather", "reduce"]
-LANES: tuple[Lane, ...] = ("gather", "reduce")
 # The timeout is multiplied by this where ranks wait for disks.
 _DISK_PATIENCE = 6
 
@@ -40,19 +39,16 @@ class Axes:
 
 @dataclass(frozen=True)
 class Mesh(Axes):
-    """The axes with this rank's device, and a channel per lane and axis."""
+    """The axes with this rank's device, and a channel for every axis of each lane."""
 
     device: torch.device
-    channels: dict[tuple[Lane, str], Channel]
+    channels: dict[Lane, dict[str, Channel]]
     ledger: Ledger
 
     @property
     def world(self) -> Channel:
         """The channel of all ranks, used for set-up and to agree on values."""
-        return self.channels["gather", "world"]
-
-    def channels_of(self, lane: Lane) -> dict[str, Channel]:
-        return {axis: channel for (name, axis), channel in self.channels.items() if name == lane}
+        return self.channels["gather"]["world"]
 
     def begin(self, phase: str) -> None:
         """Begin a phase of the training; the collectives that follow belong to it."""
@@ -138,11 +134,6 @@ def patient_hosts() -> Channel:
     return hosts(_DISK_PATIENCE * _limits.timeout_s, purpose="checkpoints")
 
 
-def restarts() -> int:
-    """Number of restarts by an elastic launcher."""
-    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
-
-
 def local_rank() -> int:
     """Return the index of this rank among the ranks of its machine."""
     return int(os.environ.get("LOCAL_RANK", "0"))
@@ -156,11 +147,6 @@ def num_local_ranks() -> int:
 def is_first() -> bool:
     """True on rank 0, also before there is a process group."""
     return int(os.environ.get("RANK", "0")) == 0
-
-
-def is_first_here() -> bool:
-    """True on the first rank of a machine. LOCAL_RANK is not used: it is 0 on every rank if each rank sees one GPU."""
-    return dist.get_rank() % num_local_ranks() == 0
 
 
 def is_joined() -> bool:
@@ -206,11 +192,11 @@ def connect(axes: Axes) -> Mesh:
     averages = dist.get_backend() in AVERAGING and axes.world_size.bit_count() == 1
     watch = _watch()
     number = 0 if watch is None else watch.number_mesh()
-    channels: dict[tuple[Lane, str], Channel] = {}
-    for lane in LANES:
+    channels: dict[Lane, dict[str, Channel]] = {"gather": {}, "reduce": {}}
+    for lane, of_axes in channels.items():
         for axis, ranks in axes.members.items():
             group, index = _group(lane, axis, ranks), ranks.index(axes.rank)
-            channels[lane, axis] = Channel(axis, len(ranks), index, group, ledger, averages, watch, number)
+            of_axes[axis] = Channel(axis, len(ranks), index, group, ledger, averages, watch, number)
     return Mesh(**vars(axes), device=device(), channels=channels, ledger=ledger)
 
 

@@ -8,6 +8,7 @@ checkpoint/        weights and optimizer as they are now; earlier checkpoints ar
 """
 
 import json
+import os
 import sys
 import time
 from collections.abc import Callable
@@ -164,7 +165,7 @@ def set_up(settings: Settings, context: FailureContext) -> Run:
     rank, num_ranks, device = world.index, world.num_ranks, mesh.device()
     say: Say = partial(print, flush=True) if rank == 0 else _SILENT
     # Rank 0 chooses, because a folder's name may contain the time. Machines that joined late count fewer restarts.
-    num_restarts = max(exchange(world, mesh.restarts()))
+    num_restarts = max(exchange(world, int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))))
     given = settings
     chosen = all_or_none(world, lambda: _chosen(given, num_restarts) if rank == 0 else given)
     settings, candidates = exchange(world, (chosen, resume_candidates(given, chosen)))[0]
@@ -248,7 +249,9 @@ def _data(settings: Settings, checked: Checked, say: Say) -> tuple[Prepared, Sam
     def make(speaks: Say) -> Prepared:
         return prepare(settings, tokenizer, where, speaks, checked.facts.vocab_size)
 
-    all_or_none(patient, lambda: make(say) if mesh.is_first_here() else None)
+    # Not LOCAL_RANK: it is 0 on every rank if each rank sees one GPU.
+    is_first_here = patient.index % mesh.num_local_ranks() == 0
+    all_or_none(patient, lambda: make(say) if is_first_here else None)
     prepared = all_or_none(patient, lambda: make(_SILENT))
     eval_digest = prepared.eval.digest if prepared.eval else None
     require_agreement(patient, [("the training data", prepared.train.digest), ("eval_file", str(eval_digest))])

@@ -54,7 +54,7 @@ class Gathers:
         self.schedule = schedule
         self.statuses = statuses
         self._units = units
-        self._channels = mesh.channels_of("gather")
+        self._channels = mesh.channels["gather"]
         self._host = host
         self._host_jobs = host_jobs
         self.memory = GatherMemory(schedule, statuses, units, mesh.device)

@@ -43,7 +43,7 @@ class Reductions:
         self._statuses = statuses
         self._units = units
         self._states = [state for unit in units for state in unit.trainable_states]
-        self._channels = mesh.channels_of("reduce")
+        self._channels = mesh.channels["reduce"]
         self._device = device = mesh.device
         # Waits until the host's update has read a flat's gradient, because the next gradient overwrites it.
         self._await_update = host_jobs.await_update_of

@@ -27,13 +27,12 @@ Units = str | int | Sequence["str | type[nn.Module]"]
 
 def find_units(model: nn.Module, units: Units = "auto") -> list[UnitSpec]:
     """The units in the order of their modules, the root first. Units without parameters are left out."""
-    params = _params(model)
-    paths = ["", *_unit_paths(model, units)]
+    modules, chosen = dict(model.named_modules()), set(_unit_paths(model, units))
+    paths = ["", *(path for path in modules if path in chosen)]
     owned: dict[str, list[Param]] = {path: [] for path in paths}
-    for param in params:
+    for param in _params(model):
         around = [path for path in paths if all(_is_in(site.module, path) for site in param.sites)]
         owned[max(around, key=len)].append(param)
-    modules = dict(model.named_modules())
     found = []
     if any(owned[path] for path in paths[1:]):
         # Registered on the model itself, where a loss may use them.
@@ -78,25 +77,18 @@ def _params(model: nn.Module) -> list[Param]:
 
 def _is_sharded(name: str, param: nn.Parameter) -> bool:
     """Frozen integers, complex numbers and quantised tensors of other libraries stay whole on every rank."""
+    kind = type(param.data)
+    is_plain = kind is Tensor and param.layout == torch.strided
     if isinstance(param, UninitializedParameter):
-        raise ConfigurationError(
-            f"parameter {name!r} of a lazy module has no shape yet: call the model once on a batch, then build the "
-            "optimizer and call sw.shard"
-        )
-    if any(base.__name__ == "DTensor" for base in type(param.data).__mro__):
-        raise ConfigurationError(
-            f"parameter {name!r} is a DTensor, which another library has split already: give sw.shard the plain model"
-        )
-    is_plain = type(param.data) is Tensor and param.layout == torch.strided
-    if param.is_floating_point() and is_plain:
-        return True
-    if param.requires_grad:
-        what = param.dtype if is_plain else type(param.data).__name__
-        raise ConfigurationError(
-            f"parameter {name!r} is trained and is {what}: only dense floating point parameters can be; freeze it "
-            "(requires_grad_(False)), and it stays whole on every rank"
-        )
-    return False
+        problem = "of a lazy module has no shape yet: call the model once on a batch, then build the optimizer"
+    elif any(base.__name__ == "DTensor" for base in kind.__mro__):
+        problem = "is a DTensor, which another library has split already: give sw.shard the plain model"
+    elif not param.requires_grad or (is_plain and param.is_floating_point()):
+        return is_plain and param.is_floating_point()
+    else:
+        what = param.dtype if is_plain else kind.__name__
+        problem = f"is trained and is {what}: only dense floating point can be; freeze it (requires_grad_(False))"
+    raise ConfigurationError(f"parameter {name!r} {problem}")
 
 
 def _is_in(path: str, unit: str) -> bool:
@@ -107,7 +99,7 @@ def _is_in(path: str, unit: str) -> bool:
 def _unit_paths(model: nn.Module, units: Any) -> list[str]:
     if units == "auto":
         blocks = find_blocks(model)
-        return _in_order(model, blocks + _large_parts(model, blocks) + _large_leftovers(model, blocks))
+        return blocks + _large_parts(model, blocks) + _large_leftovers(model, blocks)
     if isinstance(units, int):
         if units < 1:
             raise ConfigurationError(f"units={units}: a size threshold must be at least 1 parameter")
@@ -134,7 +126,7 @@ def modules_of_class(model: nn.Module, classes: Sequence[str | type[nn.Module]],
     present = {type(module).__name__ for module in model.modules()}
     for name in sorted(names - present):
         raise ConfigurationError(f"{option}: the model has no module of class {name!r}; {did_you_mean(name, present)}")
-    return _in_order(model, [path for path, module in _callables(model) if type(module).__name__ in names])
+    return [path for path, module in _callables(model) if type(module).__name__ in names]
 
 
 def _callables(model: nn.Module) -> list[tuple[str, nn.Module]]:
@@ -200,13 +192,8 @@ def _by_size(model: nn.Module, threshold_elems: int) -> list[str]:
         if sum(param.numel() for param in free) >= threshold_elems:
             found.append(path)
             taken.update(free)
-    return _in_order(model, found)
+    return found
 
 
 def _outermost(paths: list[str]) -> list[str]:
     return [path for path in paths if not any(path != other and _is_in(path, other) for other in paths)]
-
-
-def _in_order(model: nn.Module, paths: list[str]) -> list[str]:
-    order = {path: index for index, (path, _) in enumerate(model.named_modules())}
-    return sorted(set(paths), key=lambda path: order[path])
