@@ -167,8 +167,7 @@ class HostActivations:
 
     def join(self) -> None:
         """Let the computation wait for every copy in flight."""
-        for mark, _ in self._in_flight:
-            self._lane.compute_waits_for(mark)
+        self._lane.compute_waits_for(*(mark for mark, _ in self._in_flight))
         self._in_flight.clear()
 
     def _pass_boundary(self) -> list[weakref.ref[_Saved]]:

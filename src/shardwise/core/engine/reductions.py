@@ -90,8 +90,7 @@ class Reductions:
         gets it: any other could take the slot that the next one needs."""
         if self._due and self._due[0] == index and index not in self._opened:
             slot = self._opened[index] = self._open(index)
-            for mark in () if slot is None else self.memory.freed[slot]:
-                self._lane.compute_waits_for(mark)
+            self._lane.compute_waits_for(*self.memory.freed.get(slot, ()))
 
     def _open(self, index: int) -> int | None:
         unit = self._units[index]
@@ -118,9 +117,7 @@ class Reductions:
         taken = [state.take_gradients() for state in states]
         if torch.is_grad_enabled():  # create_graph=True: gradients have graphs of their own
             taken = [[None if grad is None else grad.detach() for grad in grads] for grads in taken]
-        lane = self._lane.after_compute()
-        for freed in () if slot is None else self.memory.freed[slot]:
-            lane.after(freed)
+        lane = self._lane.after_compute().after(*self.memory.freed.get(slot, ()))
         with lane.named(f"reduce {unit.name}"):
             journeys = [
                 state.gradient.start_reduction(grads, is_sync, self._channels, self.memory.scratch)
@@ -143,10 +140,7 @@ class Reductions:
 
     def _finish_oldest(self) -> None:
         states, is_sync, slot, mark = self._started.popleft()
-        lane = self._finish_lane.after(mark)
-        for state in states:
-            lane.after(self.arrived.get(state))
-        with lane:
+        with self._finish_lane.after(mark, *(self.arrived.get(state) for state in states)):
             for state in states:
                 state.gradient.finish_reduction()
         marks = self._leave(states)
@@ -184,8 +178,7 @@ class Reductions:
         """Release all but `num_waiting` gradients that go to the host. The compute stream waits for their copies."""
         while len(self._left) > num_waiting:
             state, marks = self._left.popleft()
-            for mark in marks:
-                self._lane.compute_waits_for(mark)
+            self._lane.compute_waits_for(*marks)
             state.gradient.give_back()
 
     def finish_all(self) -> None:
@@ -308,9 +301,7 @@ class Reductions:
         """Return the lane of updates, behind the reductions of `states`; others may still be in flight. Unless the
         update is early, it also comes behind all work of the compute stream so far, which may read weights."""
         lane = self._update_lane.after(self._forward_began) if early else self._update_lane.after_compute()
-        for state in states:
-            lane.after(self._finished.get(state))
-        return lane
+        return lane.after(*(self._finished.get(state) for state in states))
 
     def close_step(self) -> None:
         self.wait()
@@ -331,7 +322,7 @@ class ReductionMemory:
         self.slots: list[Tensor | None] = [None] * NUM_REDUCTIONS
         self._rooms: dict[tuple[int, int], list[Room]] = {}
         # The points after which a slot may be written again.
-        self.freed: list[tuple[Mark, ...]] = [()] * NUM_REDUCTIONS
+        self.freed: dict[int | None, tuple[Mark, ...]] = {}
         self.scratch_memory: Tensor | None = None
         self._scratch_bytes = schedule.scratch_bytes
 
@@ -366,7 +357,7 @@ class ReductionMemory:
     def give_back(self) -> None:
         """Release the slots, once the computation has waited for all reductions. Their views see the next memory."""
         if self.gives_back:
-            self.freed = [()] * NUM_REDUCTIONS
+            self.freed.clear()
             for memory in self.slots:
                 if memory is not None:
                     memory.untyped_storage().resize_(0)

@@ -60,10 +60,11 @@ class Lane:
             self._stream.wait_event(self._begin)
         return self
 
-    def after(self, mark: Mark) -> "Lane":
-        """Let work inside run after a point of another lane, and after this lane's own work."""
-        if self._stream is not None and mark is not None:
-            self._stream.wait_event(mark)
+    def after(self, *marks: Mark) -> "Lane":
+        """Let work inside run after points of other lanes, and after this lane's own work."""
+        for mark in marks:
+            if self._stream is not None and mark is not None:
+                self._stream.wait_event(mark)
         return self
 
     def mark(self) -> Mark:
@@ -93,9 +94,10 @@ class Lane:
         """A point on the compute stream."""
         return None if self._stream is None else _current_stream(self._stream.device_index).record_event()
 
-    def compute_waits_for(self, mark: Mark) -> None:
-        if self._stream is not None and mark is not None:
-            _current_stream(self._stream.device_index).wait_event(mark)
+    def compute_waits_for(self, *marks: Mark) -> None:
+        for mark in marks:
+            if self._stream is not None and mark is not None:
+                _current_stream(self._stream.device_index).wait_event(mark)
 
 
 def host_waits_for(mark: Mark) -> None:
