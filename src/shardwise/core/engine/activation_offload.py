@@ -73,10 +73,7 @@ class _ForwardSegment:
 
     serial: int
     unit: str
-    memories: dict[weakref.ref[_Memory], None] = field(default_factory=dict)
-
-    def live(self) -> list[_Memory]:
-        return [memory for memory in [ref() for ref in self.memories] if memory is not None]
+    memories: weakref.WeakKeyDictionary[_Memory, None] = field(default_factory=weakref.WeakKeyDictionary)
 
 
 class _Part(NamedTuple):
@@ -114,7 +111,7 @@ class HostActivations:
         # Units whose forward runs, and the storages their weights are gathered in.
         self._open: list[tuple[int, frozenset[int]]] = []
         # In this forward: the storages to offload, and tensors that may be offloaded with the unit that begins next.
-        self._known: dict[tuple[StorageWeakRef, int], weakref.ref[_Memory]] = {}
+        self._known: weakref.WeakValueDictionary[tuple[StorageWeakRef, int], _Memory] = weakref.WeakValueDictionary()
         self._undecided: list[weakref.ref[_Saved]] = []
         self._num_stretches = 0
         self._stretches: weakref.WeakValueDictionary[int, _ForwardSegment] = weakref.WeakValueDictionary()
@@ -214,14 +211,12 @@ class HostActivations:
         if self._running is None:
             self._running = self._begin_stretch()
         key = (StorageWeakRef(tensor.untyped_storage()), saved.version)
-        ref = self._known.get(key)
-        memory = None if ref is None else ref()
+        memory = self._known.get(key)
         if memory is None:
-            memory = _Memory(self.buffers, tensor)
-            self._known[key] = weakref.ref(memory)
+            memory = self._known[key] = _Memory(self.buffers, tensor)
         elif memory.here is None:
             memory.here = tensor
-        self._running.memories[weakref.ref(memory)] = None
+        self._running.memories[memory] = None
         offset = int(tensor.storage_offset())
         saved.found = _Part(memory, self._running, tensor.dtype, offset, tensor.shape, tensor.stride())
 
@@ -229,7 +224,7 @@ class HostActivations:
         """Begin a stretch: queue the last one's copy to the host, release the one before it from the device."""
         self.join()
         self._let_go_of_all_but(self._last)
-        if self._last is not None and self._last.live():
+        if self._last is not None and len(self._last.memories):
             self._start_sending(self._last)
         self._num_stretches += 1
         stretch = _ForwardSegment(self._num_stretches, self._units[self._open[-1][0]].name)
@@ -239,7 +234,7 @@ class HostActivations:
     def _start_sending(self, stretch: _ForwardSegment) -> None:
         tensors = []
         with self._lane.after_compute().named(f"activations of {stretch.unit} to host"):
-            for memory in stretch.live():
+            for memory in list(stretch.memories):
                 if memory.here is not None and memory.copy is None:
                     storage = torch.empty(0, dtype=torch.uint8, device=self._device).set_(memory.here.untyped_storage())
                     memory.host.copy_(storage, non_blocking=True)
@@ -282,7 +277,7 @@ class HostActivations:
         self._reached = stretch
         self.join()
         earlier = [other for other in self._stretches.values() if other.serial < stretch.serial]
-        ahead = next((other for other in reversed(earlier) if other.live()), None)
+        ahead = next((other for other in reversed(earlier) if len(other.memories)), None)
         self._let_go_of_all_but(stretch, ahead)
         self._start_fetching(stretch)
         self.join()
@@ -290,8 +285,8 @@ class HostActivations:
             self._start_fetching(ahead)
 
     def _let_go_of_all_but(self, *stretches: _ForwardSegment | None) -> None:
-        kept = {memory for stretch in stretches if stretch is not None for memory in stretch.live()}
-        for memory in [memory for stretch in self._here for memory in stretch.live()]:
+        kept = {memory for stretch in stretches if stretch is not None for memory in stretch.memories}
+        for memory in [memory for stretch in self._here for memory in stretch.memories]:
             if memory not in kept and memory.here is not None and memory.copy is not None:
                 memory.is_overwritten |= memory.here._version != memory.version
                 memory.here = None
@@ -299,7 +294,7 @@ class HostActivations:
 
     def _start_fetching(self, stretch: _ForwardSegment) -> None:
         self._here.append(stretch)
-        on_host = [memory for memory in stretch.live() if memory.here is None]
+        on_host = [memory for memory in stretch.memories if memory.here is None]
         if not on_host:
             return
         # Allocated on the compute stream, where work that was queued before may still use this memory.
