@@ -302,7 +302,7 @@ class Gathers:
             status.invalidate()
             status.rounded.clear()
             status.move(plan, slot)
-        self.memory.rearrange(schedule)
+        self.memory.arrange(schedule)
 
 
 class GatherMemory:
@@ -316,17 +316,11 @@ class GatherMemory:
         self._device = device
         self._statuses = statuses
         self._units = units
-        self.slots = [self._bytes(size) for size in schedule.slot_bytes]
+        self.slots: list[Tensor] = []
         # For rows of encoded parameters in flight.
         self.row_slots = [self._bytes(schedule.row_slot_bytes) for _ in range(NUM_ROW_SLOTS)]
         self.own: dict[int, Tensor] = {}
-        for status in statuses:
-            if status.slot is not None:
-                self._bind(status, self.slots[status.slot])
-                continue
-            self.give_own(status)
-            if status.plan.gives_back:
-                self.give_back(status.index)
+        self.arrange(schedule)
 
     def _bytes(self, num_bytes: int) -> Tensor:
         # A normal tensor even inside inference mode: training uses this memory afterwards.
@@ -337,17 +331,21 @@ class GatherMemory:
         self.own[status.index] = self._bytes(status.plan.gathered_bytes)
         self._bind(status, self.own[status.index])
 
-    def rearrange(self, schedule: Schedule) -> None:
-        """Give units the slots of another schedule. No unit may be gathered or in flight."""
-        # There may be fewer slots than before: units that are always gathered need none.
+    def arrange(self, schedule: Schedule) -> None:
+        """Give units the slots of a schedule, and memory of their own to others. No unit may be gathered or in flight."""
+        sizes = schedule.slot_bytes
+        old = [*self.slots, *(self._bytes(0) for _ in sizes)][: len(sizes)]
         self.slots = [
-            old if old.numel() >= size else self._bytes(size)
-            for old, size in zip(self.slots, schedule.slot_bytes, strict=False)
+            slot if slot.numel() >= size else self._bytes(size) for slot, size in zip(old, sizes, strict=True)
         ]
         for status in self._statuses:
             if status.slot is not None:
                 self.own.pop(status.index, None)
                 self._bind(status, self.slots[status.slot])
+            elif status.index not in self.own:
+                self.give_own(status)
+                if status.plan.gives_back:
+                    self.give_back(status.index)
 
     def fetch(self, index: int) -> None:
         """Allocate a unit's own memory again before a gather, if it was released."""
