@@ -332,12 +332,11 @@ class GatherMemory:
         self._bind(status, self.own[status.index])
 
     def arrange(self, schedule: Schedule) -> None:
-        """Give units the slots of a schedule, and memory of their own to others. No unit may be gathered or in flight."""
+        """Give units the slots of a schedule, or memory of their own. No unit may be gathered or in flight."""
         sizes = schedule.slot_bytes
         old = [*self.slots, *(self._bytes(0) for _ in sizes)][: len(sizes)]
-        self.slots = [
-            slot if slot.numel() >= size else self._bytes(size) for slot, size in zip(old, sizes, strict=True)
-        ]
+        pairs = zip(old, sizes, strict=True)
+        self.slots = [slot if slot.numel() >= size else self._bytes(size) for slot, size in pairs]
         for status in self._statuses:
             if status.slot is not None:
                 self.own.pop(status.index, None)
