@@ -102,10 +102,6 @@ class HostJobs:
         jobs = [self._jobs.get(state) for state in unit.trainable_states]
         return all(job is None or job.done.is_set() for job in jobs)
 
-    def await_updates(self, unit: Unit) -> None:
-        for state in unit.trainable_states if self._jobs else ():
-            self.await_update_of(state)
-
     def await_update_of(self, state: FlatState) -> None:
         job = self._jobs.pop(state, None)
         if job is not None:

@@ -240,22 +240,18 @@ def _update_chunk8(update: AdamUpdate, part: slice) -> None:
 
 def _moved(moment: Moment8, part: slice, end: Tensor, weight: float) -> Tensor:
     """Move a part of a moment towards `end`, in the order of operations of torchao's compiled update; store its codes
-    and return its values."""
-    codes, scale = moment.codes[part], moment.scale[part.start // BLOCK_ELEMS : part.stop // BLOCK_ELEMS]
-    start = moment.lookup[codes.int()] * scale.repeat_interleave(BLOCK_ELEMS)[: codes.numel()]
+    and scales, and return its values. Ties go up, as torchao's do."""
+    codes, lookup = moment.codes[part], moment.lookup
+    scale = moment.scale[part.start // BLOCK_ELEMS : part.stop // BLOCK_ELEMS]
+    start = lookup[codes.int()] * scale.repeat_interleave(BLOCK_ELEMS)[: codes.numel()]
     is_near = abs(weight) < 0.5
     moved = start + (end - start) * weight if is_near else end + (end - start) * -(1.0 - weight)
-    _encode(moved, codes, scale, moment.lookup)
-    return moved
-
-
-def _encode(values: Tensor, codes: Tensor, scale: Tensor, lookup: Tensor) -> None:
-    """Write codes and scales of `values`. Ties go up, as torchao's do."""
-    num_padding = scale.numel() * BLOCK_ELEMS - values.numel()
-    blocks = torch.nn.functional.pad(values, (0, num_padding)).view(-1, BLOCK_ELEMS)
+    num_padding = scale.numel() * BLOCK_ELEMS - moved.numel()
+    blocks = torch.nn.functional.pad(moved, (0, num_padding)).view(-1, BLOCK_ELEMS)
     scale.copy_(blocks.abs().amax(-1).clamp(min=LEAST_SCALE))
-    scaled = (blocks / scale.view(-1, 1)).flatten()[: values.numel()]
+    scaled = (blocks / scale.view(-1, 1)).flatten()[: moved.numel()]
     below = (torch.searchsorted(lookup, scaled, right=True) - 1).clamp(min=0)
     above = (below + 1).clamp(max=lookup.numel() - 1)
     is_up = scaled - lookup[below] >= (lookup[above] - lookup[below]) * 0.5
     codes.copy_(torch.where(is_up, above, below))
+    return moved

@@ -146,6 +146,8 @@ class Flat:
         self.is_staged = self.rest_on == "disk" or is_read
 
     def _count_bytes(self) -> None:
+        # Parameters on their way from disk to the device.
+        self.staged_bytes = self.num_rest * self.compute.itemsize if self.is_staged else 0
         # A rank's master, encoded; all rows of a gather in flight; a copy at rest on the device.
         self.row_bytes = 0 if self.params_codec is None else encoded_bytes(self.params_codec, self.num_master)
         self.gathered_row_bytes = self.num_elems // self.num_master * self.row_bytes if self.row_bytes else 0

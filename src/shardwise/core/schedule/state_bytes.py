@@ -89,7 +89,7 @@ def off_device(units: Sequence[Sequence[Flat]], num_rows: float) -> OffDevice:
     """Add up the pieces of all units. The optimizer's state has `num_rows` rows of the master's length."""
     flats = [flat for unit in units for flat in unit]
     windows = NUM_WINDOWS * max((window_bytes(flat, num_rows) for flat in flats), default=0)
-    staged = NUM_STAGED * max((_staged_bytes(unit) for unit in units), default=0)
+    staged = NUM_STAGED * max((padded_bytes(flat.staged_bytes for flat in unit) for unit in units), default=0)
     host = padded_bytes(size for flat in flats for size in host_pieces(flat, num_rows))
     disk = padded_bytes(size for flat in flats for size in disk_pieces(flat, num_rows))
     return OffDevice(host + windows + staged, disk, windows, staged)
@@ -155,8 +155,3 @@ def window_bytes(flat: Flat, num_rows: float) -> int:
     chunk = Interval(0, min(CHUNK_ELEMS, flat.num_master))
     out = chunk.num_elems * flat.compute.itemsize if writes else 0
     return padded_bytes((record_bytes(flat, chunk, num_rows), out))
-
-
-def _staged_bytes(flats: Iterable[Flat]) -> int:
-    """Size of a unit's parameters on their way from disk to the device."""
-    return padded_bytes(flat.num_rest * flat.compute.itemsize for flat in flats if flat.is_staged)
