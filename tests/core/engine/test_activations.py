@@ -409,7 +409,7 @@ def bytes_while_it_goes_back() -> list[int]:
     found: list[int] = []
 
     def look(grad: Tensor) -> None:
-        memories = {memory for stretch in run.host._stretches.values() for memory in stretch.live()}
+        memories = {memory for stretch in run.host._stretches.values() for memory in stretch.memories}
         found.append(sum(memory.num_bytes for memory in memories if memory.here is not None))
 
     for layer in run.model.layers:
