@@ -134,6 +134,11 @@ def patient_hosts() -> Channel:
     return hosts(_DISK_PATIENCE * _limits.timeout_s, purpose="checkpoints")
 
 
+def restarts() -> int:
+    """Number of restarts by an elastic launcher."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+
+
 def local_rank() -> int:
     """Return the index of this rank among the ranks of its machine."""
     return int(os.environ.get("LOCAL_RANK", "0"))

@@ -8,7 +8,6 @@ checkpoint/        weights and optimizer as they are now; earlier checkpoints ar
 """
 
 import json
-import os
 import sys
 import time
 from collections.abc import Callable
@@ -165,7 +164,7 @@ def set_up(settings: Settings, context: FailureContext) -> Run:
     rank, num_ranks, device = world.index, world.num_ranks, mesh.device()
     say: Say = partial(print, flush=True) if rank == 0 else _SILENT
     # Rank 0 chooses, because a folder's name may contain the time. Machines that joined late count fewer restarts.
-    num_restarts = max(exchange(world, int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))))
+    num_restarts = max(exchange(world, mesh.restarts()))
     given = settings
     chosen = all_or_none(world, lambda: _chosen(given, num_restarts) if rank == 0 else given)
     settings, candidates = exchange(world, (chosen, resume_candidates(given, chosen)))[0]
