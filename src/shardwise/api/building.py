@@ -24,24 +24,19 @@ from ..core.unit.user_parameter import Place, adopt, place_of
 
 
 def build_units(
-    model: nn.Module,
-    specs: list[UnitSpec],
-    schedule: Schedule,
-    where: torch.device,
-    seed: int | None,
-    host: HostMemory,
+    model: nn.Module, specs: list[UnitSpec], schedule: Schedule, where: torch.device, seed: int | None, host: HostMemory
 ) -> tuple[list[Unit], list[tuple[nn.Parameter, Place]]]:
     """Copy the weights into flats. The user's parameters stand for them afterwards; their memory is freed."""
     modules = dict(model.named_modules())
     meta = _MetaModel(model, seed or 0, where)
     built = []
     places: list[tuple[nn.Parameter, Place]] = []
-    for index, (found, unit_plan) in enumerate(zip(specs, schedule.units, strict=True)):
-        states = [FlatState(flat, where, found.name, host) for flat in unit_plan.flats]
-        sites = [site for param in found.params for site in param.sites]
+    for index, (unit_spec, unit_plan) in enumerate(zip(specs, schedule.units, strict=True)):
+        states = [FlatState(flat, where, unit_spec.name, host) for flat in unit_plan.flats]
+        sites = [site for param in unit_spec.params for site in param.sites]
         originals: list[Any] = [modules[site.module]._parameters[site.attribute] for site in sites]
         by_name = {site.name: original for site, original in zip(sites, originals, strict=True)}
-        meta.fill(found)
+        meta.fill(unit_spec)
         for state in states:
             for position, spec in enumerate(state.flat.params):
                 original, site = by_name[spec.name], spec.sites[0]
@@ -54,7 +49,7 @@ def build_units(
         # Back to the meta device: the initialisation of other units must not write to this one's parameters.
         for site, original in zip(sites, originals, strict=True):
             modules[site.module]._parameters[site.attribute] = original
-        built.append((index, found.name, modules[found.path], states))
+        built.append((index, unit_spec.name, modules[unit_spec.path], states))
     # Modules that own no parameters may have buffers, such as rotary tables.
     meta.reset(path for path, module in modules.items() if any(each.is_meta for each in module.buffers(recurse=False)))
     for original, place in places:
@@ -77,8 +72,8 @@ class _MetaModel:
         self._seed = seed
         self._device = device
         # Hugging Face models initialise any module of theirs, often from the parent of the one that holds the weight.
-        found = (getattr(module, "_init_weights", None) for module in self._modules.values())
-        self._init_weights = next(filter(callable, found), None)
+        initialisers = (getattr(module, "_init_weights", None) for module in self._modules.values())
+        self._init_weights = next(filter(callable, initialisers), None)
 
     def fill(self, unit: UnitSpec) -> None:
         """Give the meta parameters of a unit, and the meta buffers of the same modules, memory and initial values."""

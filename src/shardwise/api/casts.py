@@ -48,7 +48,7 @@ _BROKEN_BY_16_BITS = {
 _CALLS_TO_TRUST = 3
 
 
-def kept_patterns(model: nn.Module, precision: Precision) -> tuple[str, ...]:
+def fp32_patterns(model: nn.Module, precision: Precision) -> tuple[str, ...]:
     """Patterns of modules that compute in fp32: those that the precision names, and those that this model needs."""
     known = [path for path, _ in model.named_modules()]
     for pattern in precision.keep_fp32:
@@ -62,35 +62,36 @@ def kept_patterns(model: nn.Module, precision: Precision) -> tuple[str, ...]:
         names.update(getattr(module, "_keep_in_fp32_modules_strict", None) or ())
         if precision.compute == FP16:
             names.update(getattr(module, "_keep_in_fp32_modules", None) or ())
-        if path and _needs_fp32(module):
+        needs_fp32 = (
+            (isinstance(module, _NormBase) and module.running_mean is not None)
+            or isinstance(module, ParametrizationList)
+            # Torch's older weight norm and spectral norm compute the weights before each forward.
+            or any(isinstance(hook, (WeightNorm, SpectralNorm)) for hook in module._forward_pre_hooks.values())
+            or _name_of(type(module)).removeprefix("transformers.models.") in _BROKEN_BY_16_BITS
+        )
+        if path and needs_fp32:
             paths.append(escape(path))
     by_name = sorted(pattern for name in names for pattern in (name, f"*.{name}"))
     return (*precision.keep_fp32, *by_name, *paths)
 
 
-def _needs_fp32(module: nn.Module) -> bool:
-    """True for modules with running statistics, which are fp32, and with weights that are computed from others: by a
-    parametrization, or by torch's older weight norm and spectral norm before each forward."""
-    kind = type(module)
-    return (
-        (isinstance(module, _NormBase) and module.running_mean is not None)
-        or isinstance(module, ParametrizationList)
-        or any(isinstance(hook, (WeightNorm, SpectralNorm)) for hook in module._forward_pre_hooks.values())
-        or f"{kind.__module__}.{kind.__name__}".removeprefix("transformers.models.") in _BROKEN_BY_16_BITS
-    )
+def _name_of(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__name__}"
 
 
 def install_casts(
-    modules: dict[str, nn.Module], units: Sequence[Unit], precision: Precision, kept: Sequence[str]
+    modules: dict[str, nn.Module], units: Sequence[Unit], precision: Precision, patterns: Sequence[str]
 ) -> None:
-    """Install hooks and forwards that cast. `kept` are patterns of modules that compute in fp32."""
+    """Install hooks and forwards that cast. `patterns` are patterns of modules that compute in fp32."""
     device, compute = units[0].states[0].device.type, precision.compute.torch
     sites = [site for unit in units for state in unit.states for spec in state.flat.params for site in spec.sites]
     # A weight with a parametrization belongs to the layer that the parametrization is registered on.
     for path in dict.fromkeys(site.module.partition(".parametrizations.")[0] for site in sites):
-        if precision.compute != FP32 and _is_strict(modules[path]):
-            _InputCast(modules[path], torch.float32 if matches(path, kept) else compute, device)
-    inside = [path for path in modules if any(fnmatchcase(path, pattern) for pattern in kept)]
+        kind = type(modules[path])
+        is_conv = issubclass(kind, _ConvNd) or _name_of(kind) == "transformers.pytorch_utils.Conv1D"
+        if precision.compute != FP32 and (is_conv or kind.forward in _STRICT):
+            _InputCast(modules[path], torch.float32 if matches(path, patterns) else compute, device)
+    inside = [path for path in modules if any(fnmatchcase(path, pattern) for pattern in patterns)]
     outermost = [path for path in inside if not any(path.startswith(f"{other}.") for other in inside)]
     _cast_at_borders([modules[path] for path in outermost], compute)
     if precision.autocast is not None:
@@ -122,12 +123,6 @@ def _cast_at_borders(modules: Iterable[nn.Module], compute: torch.dtype) -> None
         if type(module).forward is not nn.BatchNorm1d.forward:
             module.register_forward_pre_hook(before, with_kwargs=True)
             module.register_forward_hook(after)
-
-
-def _is_strict(module: nn.Module) -> bool:
-    kind = type(module)
-    is_conv1d = kind.__name__ == "Conv1D" and kind.__module__ == "transformers.pytorch_utils"
-    return isinstance(module, _ConvNd) or kind.forward in _STRICT or is_conv1d
 
 
 class _InputCast:

@@ -34,7 +34,7 @@ from ..planner.planning import Plan
 from ..planner.search import moves_behind_auto
 from ..planner.training import Training
 from ..version import VERSION
-from .casts import kept_patterns
+from .casts import fp32_patterns
 
 # Names of wrapper classes of torch and DeepSpeed that shard, gather or reduce by themselves.
 _WRAPPERS = ("DataParallel", "DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule", "DeepSpeedEngine")
@@ -65,7 +65,7 @@ class Request:
 @dataclass(frozen=True, slots=True)
 class Prepared:
     request: Request
-    found: list[UnitSpec]
+    specs: list[UnitSpec]
     schedule: Schedule
     chosen: Plan | None  # by "auto"
     keep_fp32: tuple[str, ...]
@@ -77,18 +77,18 @@ class Prepared:
 def prepare(request: Request) -> Prepared:
     model, optimizers, precision, axes = request.model, request.optimizers, request.precision, request.axes
     _refuse_sharded(model)
-    found = find_units(model, request.units)
+    specs = find_units(model, request.units)
     _refuse_shared_memory(model)
-    if not found:
+    if not specs:
         raise ConfigurationError(f"this {type(model).__name__} has no parameters: there is nothing to shard")
     names: dict[Tensor, str] = {param: name for name, param in model.named_parameters()}
     optimizer_of = optimizer_of_each(optimizers, names)
     # Number 0 also for parameters that no optimizer has.
-    numbered = [[replace(each, optimizer=optimizer_of.get(each.name, 0)) for each in unit.params] for unit in found]
-    found = [replace(unit, params=tuple(params)) for unit, params in zip(found, numbered, strict=True)]
+    numbered = [[replace(each, optimizer=optimizer_of.get(each.name, 0)) for each in unit.params] for unit in specs]
+    specs = [replace(unit, params=tuple(params)) for unit, params in zip(specs, numbered, strict=True)]
     trainable = [param.name for params in numbered for param in params if param.trainable]
     unoptimized = [name for name in trainable if name not in optimizer_of]
-    keep_fp32 = kept_patterns(model, precision)
+    keep_fp32 = fp32_patterns(model, precision)
     chosen = None
     if request.machine is not None:
         moves, batch = moves_behind_auto(request.strategy) or (), request.batch
@@ -96,12 +96,12 @@ def prepare(request: Request) -> Prepared:
         moments = max((num_moments(each, precision) for each in optimizers), default=0)
         training = Training(precision=precision, moments=moments, **sizes)
         auto = AutoRequest(training, batch, request.units, request.memory_budget, keep_fp32, moves, request.disk_path)
-        chosen = choose(model, found, auto, request.machine)
+        chosen = choose(model, specs, auto, request.machine)
     best = None if chosen is None else chosen.recommended
-    layouts = _layouts_as_named(request, found) if best is None else list(best.layouts)
+    layouts = _layouts_as_named(request, specs) if best is None else list(best.layouts)
     sizes_and_indices = {axis: (len(ranks), ranks.index(axes.rank)) for axis, ranks in axes.members.items()}
     plans = []
-    for unit, layout in zip(found, layouts, strict=True):
+    for unit, layout in zip(specs, layouts, strict=True):
         flats = flats_of(unit, layout, precision, sizes_and_indices, keep_fp32)
         plans.append(UnitPlan(unit.name, layout, flats, unit.holds_units, unit.backward_reads))
         for flat in flats:
@@ -137,18 +137,18 @@ def prepare(request: Request) -> Prepared:
         ("the precision", repr(precision)),
         ("the ranks per node (node_size)", repr(axes.node_size)),
         *((key, repr(getattr(request, key))) for key in ("memory_budget", "early_update", "skip_nonfinite", "seed")),
-        *_facts_about_model(model, found, plans),
+        *_facts_about_model(model, specs, plans),
         *(fact for each in optimizers for fact in _facts_about_optimizer(each, names)),
     ]
     facts += [] if optimizers else [("the optimizer", "None")]
-    return Prepared(request, found, schedule, chosen, keep_fp32, row_names, unoptimized, facts)
+    return Prepared(request, specs, schedule, chosen, keep_fp32, row_names, unoptimized, facts)
 
 
-def _layouts_as_named(request: Request, found: list[UnitSpec]) -> list[Layout]:
+def _layouts_as_named(request: Request, specs: list[UnitSpec]) -> list[Layout]:
     strategy, batch, disk_path = request.strategy, request.batch, request.disk_path
     if batch is not None:
         raise ConfigurationError(f"batch={batch} with strategy={strategy!r}: only 'auto' asks for it; leave it out")
-    layouts = layouts_for(strategy, [unit.name for unit in found])
+    layouts = layouts_for(strategy, [unit.name for unit in specs])
     if disk_path is not None and not any("disk" in layout.places for layout in layouts):
         raise ConfigurationError(
             f"disk_path={str(disk_path)!r} with strategy={strategy!r}, which puts nothing on disk; leave it out, or "
@@ -230,10 +230,10 @@ def _check_optimizer(optimizer: torch.optim.Optimizer, own: list[Flat], precisio
 # Facts that must be the same on every rank.
 
 
-def _facts_about_model(model: nn.Module, found: list[UnitSpec], plans: list[UnitPlan]) -> Facts:
-    facts = [("the units", ", ".join(unit.name for unit in found))]
+def _facts_about_model(model: nn.Module, specs: list[UnitSpec], plans: list[UnitPlan]) -> Facts:
+    facts = [("the units", ", ".join(unit.name for unit in specs))]
     params = dict(model.named_parameters(remove_duplicate=False))
-    for unit, plan in zip(found, plans, strict=True):
+    for unit, plan in zip(specs, plans, strict=True):
         facts.append((f"the layout of unit {unit.name!r}", str(plan.layout)))
         for param in unit.params:
             shape = f"{tuple(param.shape)} {param.dtype}, {'trained' if param.trainable else 'frozen'}"

@@ -146,7 +146,7 @@ def _shard(world: Channel, plan: Prepared) -> list[ShardedOptimizer]:
     row_names = tuple(dict.fromkeys(name for names in plan.row_names for name in names))
     flats = [unit.flats for unit in plan.schedule.units]
     host = all_or_none(world, lambda: HostMemory(flats, row_names, request.disk_path, mesh.device.type == "cuda"))
-    units, places = build_units(model, plan.found, plan.schedule, mesh.device, request.seed, host)
+    units, places = build_units(model, plan.specs, plan.schedule, mesh.device, request.seed, host)
     scaler = LossScaler(mesh.device) if request.precision.loss_scaling else None
     loss_scale = None if scaler is None else scaler.scale
     engine = Engine(mesh, plan.schedule, units, request.precision, request.memory_budget, loss_scale, host)
@@ -207,21 +207,16 @@ def _given(model: Any, optimizer: Any, whole_numbers: dict[str, Any]) -> list[to
     """Return the optimizers as a list. Refuse arguments of a wrong type."""
     if not isinstance(model, nn.Module):
         raise ConfigurationError(f"sw.shard(model, optimizer, strategy): the model is a {_kind(model)}, no nn.Module")
-    found = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else optimizer or []
-    if isinstance(found, str):
-        raise ConfigurationError(
-            f"sw.shard(model, {found!r}): the second argument is the optimizer; write sw.shard(model, optimizer, "
-            f"{found!r}), or strategy={found!r}"
-        )
-    if not isinstance(found, Sequence) or not all(isinstance(each, torch.optim.Optimizer) for each in found):
-        raise ConfigurationError(
-            f"sw.shard(model, optimizer, strategy): the optimizer is a {_kind(optimizer)}; give a "
-            "torch.optim.Optimizer, a list of them, or None"
-        )
+    optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else optimizer or []
+    if not isinstance(optimizers, Sequence) or not all(isinstance(each, torch.optim.Optimizer) for each in optimizers):
+        fix = "give a torch.optim.Optimizer, a list of them, or None"
+        if isinstance(optimizers, str):
+            fix = f"write sw.shard(model, optimizer, {optimizers!r}), or strategy={optimizers!r}"
+        raise ConfigurationError(f"sw.shard(model, optimizer, strategy): the optimizer is a {_kind(optimizer)}; {fix}")
     for name, value in whole_numbers.items():
         if value is not None and (not isinstance(value, int) or isinstance(value, bool)):
             raise ConfigurationError(f"{name}={value!r}: give a whole number, not a {type(value).__name__}")
-    return list(found)
+    return list(optimizers)
 
 
 def _kind(value: object) -> str:

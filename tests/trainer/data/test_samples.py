@@ -32,7 +32,7 @@ def stored(folder: Path, documents: list[list[int]]) -> Prepared:
 
 
 def opened(prepared: Prepared, seq_length: int, **chosen: Any) -> tuple[Samples, Samples | None]:
-    return open_samples(Settings(**chosen), BYTES, prepared, seq_length)
+    return open_samples(Settings(**chosen), BYTES, prepared, seq_length, lambda _: None)
 
 
 def trained_on(prepared: Prepared, seq_length: int, **chosen: Any) -> Samples:
@@ -179,7 +179,7 @@ def test_an_eval_file(tmp_path: Path, write_rows: Callable[..., str]) -> None:
     short = write_rows({"text": "eval"}, name="eval.jsonl")
     chosen = Settings(train_file=(rows,), eval_file=(short,))
     prepared = prepare(chosen, BYTES, tmp_path / "cache", lambda _: None)
-    train, evaluated = open_samples(chosen, BYTES, prepared, 8)
+    train, evaluated = open_samples(chosen, BYTES, prepared, 8, lambda _: None)
     assert train.num_tokens == 120
     assert evaluated is not None
     assert (evaluated.num_samples, evaluated.num_tokens) == (1, 4)

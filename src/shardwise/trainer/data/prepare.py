@@ -24,6 +24,8 @@ from .sources import SUFFIXES, Document, load_dataset, manual, read, read_datase
 from .token_store import Store, Writer, adopt, is_store, open_store
 from .tokenizer import Segments, Tokenizer
 
+Say = Callable[[str], None]  # prints a line
+
 _FORMAT = 3  # of the store; part of the hash
 _NUM_NAMED = 10  # bad rows that are printed; the rest are counted
 _BATCH_CHARACTERS = 2**22
@@ -45,7 +47,7 @@ class _Input:
 
 
 def prepare(
-    settings: Settings, tokenizer: Tokenizer, folder: Path, say: Callable[[str], None], vocab_size: int | None = None
+    settings: Settings, tokenizer: Tokenizer, folder: Path, say: Say, vocab_size: int | None = None
 ) -> Prepared:
     """Write stores of the training data and of eval_file under `folder`. `say` prints bad rows and progress.
 
@@ -99,9 +101,7 @@ def _identity(path: Path) -> list[Any]:
     return [str(path.resolve()), status.st_size, status.st_mtime_ns]
 
 
-def _prepare(
-    given: _Input, settings: Settings, tokenizer: Tokenizer, limit: int, folder: Path, say: Callable[[str], None]
-) -> Store:
+def _prepare(given: _Input, settings: Settings, tokenizer: Tokenizer, limit: int, folder: Path, say: Say) -> Store:
     """Write the store of an input, unless it exists, and open it."""
     # A store of token files also proves that their ids are below the limit.
     largest = limit if given.token_files else tokenizer.vocab_size
@@ -126,9 +126,7 @@ def _prepare(
     return store
 
 
-def _write(
-    folder: Path, given: _Input, settings: Settings, tokenizer: Tokenizer, limit: int, say: Callable[[str], None]
-) -> None:
+def _write(folder: Path, given: _Input, settings: Settings, tokenizer: Tokenizer, limit: int, say: Say) -> None:
     if given.token_files:
         say(f"reading through {given.what}: documents end with token {tokenizer.end_id} of tokenizer {tokenizer.name}")
         facts = {"bad_rows": [], "num_bad_rows": 0, "is_rows": False}
@@ -195,7 +193,7 @@ def _batch_tokenised(batch: list[Document], tokenizer: Tokenizer) -> Iterator[tu
         yield document, segments
 
 
-def _say_bad(given: _Input, named: list[str], num_bad: int, limit: int, say: Callable[[str], None]) -> None:
+def _say_bad(given: _Input, named: list[str], num_bad: int, limit: int, say: Say) -> None:
     for line in named:
         say(line)
     if num_bad > len(named):

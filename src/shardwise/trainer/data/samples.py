@@ -14,7 +14,7 @@ from torch import Tensor
 from ...base.errors import ConfigurationError
 from ..settings import Settings
 from . import order
-from .prepare import Prepared
+from .prepare import Prepared, Say
 from .token_store import Store
 from .tokenizer import Tokenizer
 from .windows import NOT_TRAINED, Windows, make_windows
@@ -84,11 +84,7 @@ class Samples:
 
 
 def open_samples(
-    settings: Settings,
-    tokenizer: Tokenizer,
-    prepared: Prepared,
-    seq_length: int,
-    say: Callable[[str], None] = lambda _: None,
+    settings: Settings, tokenizer: Tokenizer, prepared: Prepared, seq_length: int, say: Say
 ) -> tuple[Samples, Samples | None]:
     """Open the samples for training and for evaluation: eval_file, else eval_fraction of all samples, else None."""
     is_isolated = settings.isolate_documents

@@ -250,14 +250,14 @@ class Store:
         while high - low > _SEARCH_BLOCK:
             middle = (low + high) // 2
             low, high = (middle, high) if int(self._starts.read(middle, 1)) <= first else (low, middle)
-        found: list[int] = []
+        starts: list[int] = []
         for at in range(low, len(self._starts), _SEARCH_BLOCK):
             block = self._starts.read(at, min(_SEARCH_BLOCK, len(self._starts) - at)).tolist()
-            found += block[bisect_right(block, first) : bisect_left(block, first + count)]
+            starts += block[bisect_right(block, first) : bisect_left(block, first + count)]
             if block[-1] >= first + count:
                 break
-        self._require_increasing(found, first, first + count)
-        return found
+        self._require_increasing(starts, first, first + count)
+        return starts
 
     def document_lengths(self) -> Iterator[Tensor]:
         """Yield the lengths of all documents in order, in blocks that fit into memory."""

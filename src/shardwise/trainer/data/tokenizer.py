@@ -180,19 +180,19 @@ def _answer(messages: Sequence[Message], index: int, whole: str, template: Templ
     """The start and end of the answer in message `index`, in the text of all messages."""
     before = template(messages[:index], False) if index else ""
     # If the generation prompt has words that the finished answer lacks (an opening <think>), the answer starts before.
-    asked = template(messages[:index], True) if index else ""
-    start = len(os.path.commonprefix([asked, whole]))  # noqa: RUF071  of texts, not of paths
+    prompt = template(messages[:index], True) if index else ""
+    start = len(os.path.commonprefix([prompt, whole]))  # noqa: RUF071  of texts, not of paths
     until = template(messages[: index + 1], False)
     if start >= len(before) and whole.startswith(until):
         return start, len(until)
     # Some templates render an earlier answer differently from a last one (without its thoughts). Then the answer is its
     # content and the text that the template writes after the content of a last answer.
     content = str(messages[index]["content"]).rpartition("</think>")[2].strip()  # which every template renders
-    found = whole.find(content, start) if content and start >= len(before) else -1
+    at = whole.find(content, start) if content and start >= len(before) else -1
     ending = until.rpartition(content)[2] if content else ""
-    if found == -1 or not whole.startswith(ending, found + len(content)):
+    if at == -1 or not whole.startswith(ending, at + len(content)):
         raise ConfigurationError(
             f"the chat template renders message {index + 1} differently when more messages follow, so it is unclear "
             "which tokens are its answer; make one row of each answer with the messages before it"
         )
-    return start, found + len(content) + len(ending)
+    return start, at + len(content) + len(ending)

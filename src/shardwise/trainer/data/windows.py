@@ -146,8 +146,8 @@ def _pack_whole(store: Store, seq_length: int) -> tuple[_WholeDocuments, int, in
     starts = torch.cat([starts, torch.tensor(more_starts, dtype=torch.int64)])
     lengths = torch.cat([lengths.clamp(max=room), torch.tensor(more_lengths, dtype=torch.int64)])
     order = lengths.argsort(descending=True, stable=True)
-    found, counts = lengths.unique(return_counts=True)
-    groups = _best_fit(list(zip(found.tolist(), counts.tolist(), strict=True))[::-1], room)
+    distinct, counts = lengths.unique(return_counts=True)
+    groups = _best_fit(list(zip(distinct.tolist(), counts.tolist(), strict=True))[::-1], room)
     ends = list(accumulate(group.num_samples for group in groups))
     return _WholeDocuments(starts[order], groups, ends), int(lengths.sum()) - ends[-1], num_cut
 

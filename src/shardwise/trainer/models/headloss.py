@@ -138,11 +138,11 @@ def _isolates_documents(model: Any) -> bool:
         return False
     finder = masking_utils.find_packed_sequence_indices
 
-    def found(*_: Any, **__: Any) -> None:
+    def stop(*_: Any, **__: Any) -> None:
         raise _MaskIsMade
 
     tokens = torch.zeros(1, 2, dtype=torch.int64, device="meta")
-    masking_utils.find_packed_sequence_indices = found
+    masking_utils.find_packed_sequence_indices = stop
     try:
         model(input_ids=tokens, position_ids=tokens)
     except _MaskIsMade:

@@ -147,11 +147,7 @@ def _weights_with_adapter(built: Built, place: Path) -> LazyWeights:
 
 @contextmanager
 def content_of(
-    path: Path,
-    model: str | None = None,
-    dtype: str = "auto",
-    is_merged: bool = False,
-    max_bytes: int = MAX_FILE_BYTES,
+    path: Path, model: str | None = None, dtype: str = "auto", is_merged: bool = False, max_bytes: int = MAX_FILE_BYTES
 ) -> Iterator[Content]:
     """Open a checkpoint, model or adapter for an export, and check that it fits its model and is complete.
 

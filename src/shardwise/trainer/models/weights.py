@@ -180,26 +180,26 @@ def stored_form(inner: Any, sources: Iterable[Source], names: Mapping[str, Seque
     for source in sources:
         tied = names.get(source.name, ())
         # Of a tied tensor, transformers keeps the name that it expects in a file.
-        kept = remove_tied_weights_from_state_dict(dict.fromkeys(tied, torch.zeros(1)), inner) if len(tied) > 1 else ()
-        plain[next(iter(kept), source.name)] = source
+        left = remove_tied_weights_from_state_dict(dict.fromkeys(tied, torch.zeros(1)), inner) if len(tied) > 1 else ()
+        plain[next(iter(left), source.name)] = source
 
     def revert(names: Iterable[str]) -> dict[str, Tensor]:
         return dict(revert_weight_conversion(inner, {name: shapes[name] for name in names}))
 
     shapes = {name: torch.empty(s.shape, dtype=s.dtype, device="meta") for name, s in plain.items()}
     origin = {id(shape): name for name, shape in shapes.items()}
-    found: dict[str, list[Source]] = {}
+    written: dict[str, list[Source]] = {}
     made: dict[str, Tensor] = {}
     for name, shape in revert(shapes).items():
         if id(shape) in origin:
-            found[origin[id(shape)]] = [replace(plain[origin[id(shape)]], name=name)]
+            written[origin[id(shape)]] = [replace(plain[origin[id(shape)]], name=name)]
         else:
             made[name] = shape
-    groups = _groups({name: set(revert([name])) for name in shapes if name not in found})
+    groups = _groups({name: set(revert([name])) for name in shapes if name not in written})
     outcome = {name: shape for group in groups for name, shape in revert(group).items()}
     if {name: shape.shape for name, shape in outcome.items()} != {name: shape.shape for name, shape in made.items()}:
         # A rule depends on more tensors than it changes: convert all of them at once.
-        groups = [[name for name in shapes if name not in found]]
+        groups = [[name for name in shapes if name not in written]]
 
     def rows(group: Sequence[str], held: dict[str, Tensor], name: str) -> list[Tensor]:
         """Convert the tensors of a group together; they are held until the last of them is written."""
@@ -209,11 +209,11 @@ def stored_form(inner: Any, sources: Iterable[Source], names: Mapping[str, Seque
 
     for group in groups:
         own_rows = partial(rows, group, {})
-        found[group[0]] = [
+        written[group[0]] = [
             Source(name, shape.dtype, tuple(shape.shape), partial(own_rows, name))
             for name, shape in revert(group).items()
         ]
-    return [source for name in shapes for source in found.get(name, ())]
+    return [source for name in shapes for source in written.get(name, ())]
 
 
 def _groups(targets: Mapping[str, set[str]]) -> list[list[str]]:
