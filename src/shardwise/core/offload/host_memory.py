@@ -124,10 +124,8 @@ class HostMemory:
         self.disk: Disk | None = None
         if self.size.disk:
             if disk_path is None:
-                raise ConfigurationError(
-                    "state is offloaded to disk and no folder is named for it: give disk_path=, a folder on a local "
-                    f"disk with {self.size.disk:,} bytes of room for each rank"
-                )
+                fix = f"give disk_path=, a folder on a local disk with {self.size.disk:,} bytes of room for each rank"
+                raise ConfigurationError(f"state is offloaded to disk and no folder is named for it: {fix}")
             self.disk = Disk(disk_path, self.size.disk, library())
         self.arena = Arena(self.size.host, pin=pin)
         # Not all windows are read ahead: the disk should have something to write at the same time.
@@ -292,14 +290,6 @@ class OffloadedState:
         assert self.region is not None
         moves.add("write", weights.nbytes)
         return self.memory.store.put(self.region, weights, at * weights.element_size())
-
-    def publish(self, master: Tensor, moves: Moves) -> None:
-        """Renew the copies of the master after something else than an update on the host has changed it."""
-        if self.updated is not None:
-            self.updated.copy_(master)
-        if self.writes_weights:
-            weights = temporary_zeros(master.numel(), self.flat.compute.torch).copy_(master)
-            self.start_writing(weights, 0, moves).wait()
 
 
 def _staged_views(wanted: Sequence[OffloadedState], place: Tensor) -> Iterator[tuple[OffloadedState, Tensor]]:

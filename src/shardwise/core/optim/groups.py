@@ -27,11 +27,9 @@ def optimizer_of_each(optimizers: Sequence[torch.optim.Optimizer], names: Mappin
         groups = [group["params"] for group in optimizer.param_groups]
         for at, index, param in [(at, *each) for at, params in enumerate(groups) for each in enumerate(params)]:
             if param not in names:
-                raise ConfigurationError(
-                    f"parameter {index} of the optimizer's group {at} (shape {tuple(param.shape)}) is not a "
-                    "parameter of the model: build the optimizer on model.parameters() of the model given to sw.shard, "
-                    "after it was moved or changed for the last time"
-                )
+                what = f"parameter {index} of the optimizer's group {at} (shape {tuple(param.shape)})"
+                fix = "build the optimizer on model.parameters() after the model was moved or changed for the last time"
+                raise ConfigurationError(f"{what} is not a parameter of the model: {fix}")
             name = names[param]
             if found.setdefault(name, number) != number:
                 raise ConfigurationError(
@@ -106,8 +104,7 @@ class UserState(MutableMapping[Any, Any]):
         own = _own_key(key)
         if own is None:
             raise NoPartError(
-                f"{key!r}: this rank has no part of it, so the optimizer keeps nothing for it: optimizer.state is of "
-                "this rank's parts; sw.save writes all of it"
+                f"{key!r}: this rank has no part of it, so no state; sw.save writes it for all ranks"
             )
         return self._optimizer.state[own]
 

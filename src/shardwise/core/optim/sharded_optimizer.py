@@ -72,10 +72,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         # rank's parts of the parameters.
         self.inner = inner
         for name in ("state_dict", "load_state_dict", "add_param_group"):
-            inner.__dict__[name] = _refusing(
-                f"optimizer.{name}() of the optimizer that was given to sw.shard: use the one that sw.shard returned, "
-                "and sw.save and sw.load for its state"
-            )
+            fix = "use the optimizer that sw.shard returned, and sw.save and sw.load for its state"
+            inner.__dict__[name] = _refusing(f"optimizer.{name}() of the optimizer that was given to sw.shard: {fix}")
         self._stepper = stepper
         # The flats that this optimizer updates. Its steps invalidate only forwards through their units: after a step of
         # a discriminator, a forward of the generator may still lead to a backward.
@@ -156,10 +154,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         final = self._final_gradients("clip_grad_norm")
         norm = self._norm(order)
         if error_if_nonfinite and not bool(torch.isfinite(norm)):
-            raise StateError(
-                f"the gradients' norm of order {norm_type} is {float(norm)}, so they cannot be clipped: "
-                "error_if_nonfinite=False continues, and sw.shard(..., skip_nonfinite=True) leaves such steps out"
-            )
+            fix = "error_if_nonfinite=False continues, and sw.shard(..., skip_nonfinite=True) leaves such steps out"
+            raise StateError(f"the gradients' norm of order {norm_type} is {float(norm)}: {fix}")
         self._multiply(final, torch.clamp(max_norm / (norm + 1e-6), max=1.0))
         return norm
 
@@ -200,10 +196,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _agreed(self, verb: str, value: float | Tensor) -> float:
         values: list[float] = exchange(self._channels["world"], float(value))
         if len({repr(each) for each in values}) > 1:
-            raise StateError(
-                f"optimizer.{verb} was given other numbers by the ranks, from rank 0 on {values}: gradients are the "
-                "mean over all ranks already; give it one number, summed over the ranks where it counts samples"
-            )
+            fix = "give it one number, summed over the ranks where it counts samples"
+            raise StateError(f"optimizer.{verb} was given other numbers by the ranks, from rank 0 on {values}: {fix}")
         return values[0]
 
     @staticmethod
@@ -398,23 +392,15 @@ class ShardedOptimizer(torch.optim.Optimizer):
             raise ConfigurationError(f"optimizer.add_param_group: {complaint}")
         self._parts_are_for = (None, False)
 
-    state_dict = _refusing(
-        "optimizer.state_dict() holds this rank's shards, without saying which: call sw.save(path, model, optimizer) "
-        "on every rank"
-    )
+    state_dict = _refusing("optimizer.state_dict() has this rank's shards only: call sw.save(path, model, optimizer)")
     load_state_dict = _refusing(
-        "optimizer.load_state_dict() does not know about shards: call sw.load(path, model, optimizer) on every rank, "
-        "or load a state dict before sw.shard is called"
+        "optimizer.load_state_dict() knows no shards: call sw.load(path, model, optimizer), or load before sw.shard"
     )
     __deepcopy__ = _refusing("a sharded optimizer cannot be copied: copy it before sw.shard")
     __reduce_ex__ = _refusing("a sharded optimizer cannot be pickled: it holds this rank's shards only")
     # Read by `torch.amp.GradScaler.step`, if the scaler is enabled.
     _step_supports_amp_scaling = property(
-        _refusing(
-            "torch.amp.GradScaler on a sharded optimizer: precision='fp16' scales the loss by itself and skips steps "
-            "that overflowed, and other precisions need no scaling; leave the scaler out, or build it with "
-            "enabled=False"
-        )
+        _refusing("leave torch.amp.GradScaler out, or set enabled=False: precision='fp16' scales and skips by itself")
     )
 
     def _norm(self, norm_type: float = 2.0) -> Tensor:

@@ -176,10 +176,8 @@ class Gradient:
                     empty.append(place)
                 continue
             if grad.layout != torch.strided:
-                raise ConfigurationError(
-                    f"parameter {self.flat.params[index].name!r} got a sparse gradient; shardwise reduces dense ones: "
-                    "set sparse=False on its module"
-                )
+                name = self.flat.params[index].name
+                raise ConfigurationError(f"parameter {name!r} got a sparse gradient: set sparse=False on its module")
             self.used[index] = True
             targets, sources = added if self.written[index] else copied
             targets.append(place)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from ...base.errors import StateError
 from ...base.intervals import pieces
+from ..offload.arena import temporary_zeros
 from ..offload.host_memory import MASTER, HostMemory, Moves, OffloadedState
 from ..schedule.flat import Buffer, Copy, Flat
 from ..wire.collectives import HopChain
@@ -146,8 +147,13 @@ class FlatState:
 
     def publish(self, moves: Moves | None = None) -> None:
         """Renew the copies of a changed master on the host or on disk. `moves` counts the bytes."""
-        if self.away is not None:
-            self.away.publish(self.read_master(), moves or Moves())
+        if self.away is None:
+            return
+        if self.away.updated is not None:
+            self.away.updated.copy_(self.read_master())
+        if self.away.writes_weights:
+            weights = temporary_zeros(self.flat.num_master, self.flat.compute.torch).copy_(self.read_master())
+            self.away.start_writing(weights, 0, moves or Moves()).wait()
 
     def take_gradients(self) -> list[Tensor | None]:
         taken = [param.grad for param in self.compute_params]

@@ -323,9 +323,7 @@ def _data(param: Any) -> Tensor:
 def _set_data(param: Any, value: Tensor) -> None:
     name, shape = param.place.name, param.place.shape
     if value.shape != shape:
-        raise StateError(
-            f"the data of {name!r} is {tuple(shape)} and was set to a {tuple(value.shape)}: keep its shape"
-        )
+        raise StateError(f"the data of {name!r} is {tuple(shape)} and was set to a {tuple(value.shape)}: reshape it")
     with torch.no_grad():
         param.copy_(value)
 
@@ -333,10 +331,8 @@ def _set_data(param: Any, value: Tensor) -> None:
 def _set_requires_grad(param: Any, flag: bool = True) -> Any:
     place: Place = param.place
     if flag and not place.state.flat.trainable:
-        raise StateError(
-            f"parameter {place.name!r} was frozen when sw.shard was called, so there is no master and no gradient for "
-            "it: call sw.shard while it requires a gradient, and freeze it afterwards"
-        )
+        fix = "call sw.shard while it requires a gradient, and freeze it afterwards"
+        raise StateError(f"parameter {place.name!r} was frozen when sw.shard was called: {fix}")
     with torch._C.DisableTorchFunctionSubclass():
         param.requires_grad_(flag)
     place.compute.requires_grad_(flag)
