@@ -103,9 +103,7 @@ class UserState(MutableMapping[Any, Any]):
         """Return a parameter's state; it is empty if there is none yet, as in torch."""
         own = _own_key(key)
         if own is None:
-            raise NoPartError(
-                f"{key!r}: this rank has no part of it, so no state; sw.save writes it for all ranks"
-            )
+            raise NoPartError(f"{key!r}: this rank has no part of it, so no state; sw.save writes it")
         return self._optimizer.state[own]
 
     def __setitem__(self, key: Any, value: Any) -> None:

@@ -72,7 +72,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         # rank's parts of the parameters.
         self.inner = inner
         for name in ("state_dict", "load_state_dict", "add_param_group"):
-            fix = "use the optimizer that sw.shard returned, and sw.save and sw.load for its state"
+            fix = "use the one that sw.shard returned, and sw.save and sw.load for its state"
             inner.__dict__[name] = _refusing(f"optimizer.{name}() of the optimizer that was given to sw.shard: {fix}")
         self._stepper = stepper
         # The flats that this optimizer updates. Its steps invalidate only forwards through their units: after a step of

@@ -206,11 +206,9 @@ class FlatState:
                 continue
             # Only if the optimizer is split further than the parameters.
             assert self.away is not None
-            assert self.away.region is not None
-            memory, values = self.away.memory, values.cpu()
-            memory.moves.add("to_host", values.nbytes)
-            memory.moves.add("write", values.nbytes)
-            memory.store.put(self.away.region, values).wait()
+            values, moves = values.cpu(), self.away.memory.moves
+            moves.add("to_host", values.nbytes)
+            self.away.start_writing(values, 0, moves).wait()
 
     def _buffer(self, name: Buffer, staged: Tensor | None, at_rest: Tensor) -> Tensor:
         """The tensor for a buffer's name in a route."""

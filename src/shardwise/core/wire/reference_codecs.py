@@ -253,9 +253,9 @@ def _kernels() -> ModuleType:
     try:
         from . import triton_codecs
     except ImportError as error:
+        fix = f"install the triton that belongs to torch {torch.__version__}, or send everything as_is"
         raise ConfigurationError(
-            f"codecs on a CUDA device are Triton kernels, and triton cannot be imported ({error}); install the triton "
-            f"that belongs to torch {torch.__version__}, or send everything as_is"
+            f"codecs need triton on CUDA, and triton cannot be imported ({error}); {fix}"
         ) from error
     return triton_codecs
 
