@@ -141,7 +141,7 @@ def host_memory(strategy: str) -> tuple[bool, bool, int, int]:
     optimizer.step()
     optimizer.zero_grad()
     engine, held = engine_of(model), sw.memory(model, optimizer)
-    parts = [state.away for unit in engine.units for state in unit.states if state.away is not None]
+    parts = [state.offloaded for unit in engine.units for state in unit.states if state.offloaded is not None]
     tensors = [tensor for part in parts for tensor in (part.grads, part.out, part.rest) if tensor is not None]
     return engine.host.arena.is_pinned, all(tensor.is_pinned() for tensor in tensors), held.host, held.planned_host
 

@@ -163,7 +163,7 @@ def describe_state(
 
 def stored_row(optimizer: ShardedOptimizer, resting: Tensor, key: str, part: slice = slice(None)) -> Tensor:
     """Return a tensor of state, or a part of it, as a row of plain numbers, as it is written."""
-    value = optimizer.kept(resting, key)
+    value = optimizer.stored_state(resting, key)
     if type(value) is not Tensor:
         value = value.dequantize()
     return value.to(_stored_dtype(optimizer, value)).reshape(-1)[part]

@@ -421,7 +421,7 @@ def in_groups(params: list[nn.Parameter]) -> torch.optim.Optimizer:
 def in_small_chunks(model: nn.Module, optimizer: Any) -> list[Any]:
     engine = engine_of(model)
     if engine.host.disk is not None:
-        assert max(len(state.away.rows.chunks) for unit in engine.units for state in unit.states) > 2
+        assert max(len(state.offloaded.rows.chunks) for unit in engine.units for state in unit.states) > 2
     return steps(model, optimizer, 3)
 
 

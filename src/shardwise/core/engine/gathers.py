@@ -224,7 +224,7 @@ class Gathers:
         """The state of a unit to read from disk. A copy at rest that the gather is about to renew is not read."""
         gathered = [(self._units[index].states[gather.at], gather.is_stale) for gather in todo]
         read = [state for state, is_stale in gathered if state.flat.rest_is_own or not is_stale]
-        return [state.away for state in read if state.away is not None and state.flat.is_staged]
+        return [state.offloaded for state in read if state.offloaded is not None and state.flat.is_staged]
 
     # Giving memory back.
 

@@ -67,15 +67,15 @@ class HostUpdates:
         for state in states:
             rows = rows_of(state)
             for index, held in state.held.items():
-                kept = self._optimizer.state.get(state.resting_params[index], {})
+                stored = self._optimizer.state.get(state.resting_params[index], {})
                 for key in self._row_names:
-                    value = kept.get(key)
+                    value = stored.get(key)
                     if value is None:
                         rows.set_part(key, held, torch.zeros(held.stop - held.start))
                     elif not isinstance(value, OnDisk):
                         storage = value.untyped_storage().data_ptr()
                         if rows.on_disk or storage != rows.tensors[key].untyped_storage().data_ptr():
-                            kept[key] = _shown(state, index, key)
+                            stored[key] = _shown(state, index, key)
                             rows.set_part(key, held, value.reshape(-1))
 
     def prepare(self, state: FlatState, groups: dict[Tensor, dict[str, Any]]) -> "FlatUpdate":
@@ -85,13 +85,13 @@ class HostUpdates:
             for index, where in sorted(state.held.items())
             if state.gradient.used[index] and (resting := state.resting_params[index]) in groups
         ]
-        assert state.away is not None
+        assert state.offloaded is not None
         is_plain = type(self._optimizer) in ADAMS and not any(
             group.get("amsgrad") or group.get("differentiable") for group in self._optimizer.param_groups
         )
         is_adam = is_eight_bit(self._optimizer) or (is_plain and state.flat.master == FP32)
         update = (self._one_pass if is_adam else self._its_own)(state, held) if held else None
-        return FlatUpdate(state, update, len(held) < len(state.held), state.away.memory.moves)
+        return FlatUpdate(state, update, len(held) < len(state.held), state.offloaded.memory.moves)
 
     def _one_pass(self, state: FlatState, held: list[UpdatedPart]) -> ChunkUpdate:
         """AdamW and Adam. Moments of 8 bits are in the state of torchao's optimizers, others in the rows."""
@@ -101,33 +101,33 @@ class HostUpdates:
         runs: list[tuple[Interval, AdamSettings, dict[str, Any]]] = []
         last: UpdatedPart | None = None
         for each in held:
-            kept = optimizer.state[each.resting]
-            if "step" not in kept:
-                kept["step"] = torch.tensor(0.0)
+            stored = optimizer.state[each.resting]
+            if "step" not in stored:
+                stored["step"] = torch.tensor(0.0)
                 if in_rows:
-                    kept |= {key: _shown(state, each.index, key) for key in self._row_names}
+                    stored |= {key: _shown(state, each.index, key) for key in self._row_names}
                 else:
-                    kept |= {key: optimizer._new_buffer(each.resting, key == "exp_avg") for key in MOMENTS}
-            kept["step"] += 1
+                    stored |= {key: optimizer._new_buffer(each.resting, key == "exp_avg") for key in MOMENTS}
+            stored["step"] += 1
             group = each.group
             numbers = (group["lr"], *group["betas"], group["eps"], group["weight_decay"])
             lr, beta1, beta2, eps, decay = (float(number) for number in numbers)
             flags = (decoupled, bool(group.get("maximize")), bool(group.get("fused")))
-            settings = AdamSettings(lr, beta1, beta2, eps, decay, *flags, int(kept["step"]))
+            settings = AdamSettings(lr, beta1, beta2, eps, decay, *flags, int(stored["step"]))
             is_next = in_rows and last is not None and each.index == last.index + 1 and runs[-1][1] == settings
             # torch's fused update rounds a remainder after whole lanes differently.
             if is_next and last is not None and not (settings.fused and last.where.num_elems % FUSED_LANES):
-                runs[-1] = (Interval(runs[-1][0].start, each.where.stop), settings, kept)
+                runs[-1] = (Interval(runs[-1][0].start, each.where.stop), settings, stored)
             else:
-                runs.append((each.where, settings, kept))
+                runs.append((each.where, settings, stored))
             last = each
 
         def update(chunk: Interval, rows: dict[str, Tensor], grad: Tensor, out: Tensor | None, factor: float) -> None:
-            for where, settings, kept in runs:
+            for where, settings, stored in runs:
                 common = where.overlap(chunk)
                 if common.num_elems:
                     cut = common.within(chunk)
-                    mean, square = (rows[key][cut] if in_rows else _small_moment(kept[key]) for key in MOMENTS)
+                    mean, square = (rows[key][cut] if in_rows else _small_moment(stored[key]) for key in MOMENTS)
                     part = None if out is None else out[cut]
                     adamw(AdamUpdate(rows[MASTER][cut], mean, square, grad[cut], part, settings, factor), self._cores)
 
@@ -186,11 +186,11 @@ class FlatUpdate:
 
     def run(self, factor: float, ask_ahead: Callable[[], None]) -> None:
         """Update all chunks. When it returns, writes to disk may still run; a later read of them waits."""
-        away, rows, update = self.state.away, rows_of(self.state), self.update
+        offloaded, rows, update = self.state.offloaded, rows_of(self.state), self.update
         if update is None:
             return
-        assert away is not None
-        windows, compute = away.memory.windows, self.state.flat.compute
+        assert offloaded is not None
+        windows, compute = offloaded.memory.windows, self.state.flat.compute
         grads = self.state.gradient.final_at_hand
         for number, chunk in enumerate(rows.chunks):
             window = rows.take(number, self.moves)
@@ -199,8 +199,8 @@ class FlatUpdate:
             if number + 2 >= len(rows.chunks):
                 ask_ahead()
             views = rows.views(number, window)
-            out = None if away.updated is None else away.updated[chunk.start : chunk.stop]
-            if away.writes_weights:
+            out = None if offloaded.updated is None else offloaded.updated[chunk.start : chunk.stop]
+            if offloaded.writes_weights:
                 # Behind the chunk in its window, if both go to disk; else weights have a window for themselves.
                 start = 0 if window is None else round_up(rows.regions[number].num_bytes, ALIGNMENT)
                 window = windows.take_empty() if window is None else window
@@ -209,8 +209,8 @@ class FlatUpdate:
                     out.copy_(views[MASTER])
             update(chunk, views, grads[chunk.start : chunk.stop], out, factor)
             writing = []
-            if away.writes_weights and out is not None:
-                writing.append(away.start_writing(out, chunk.start, self.moves))
+            if offloaded.writes_weights and out is not None:
+                writing.append(offloaded.start_writing(out, chunk.start, self.moves))
             if rows.on_disk and window is not None:
                 writing.append(rows.put(number, window, self.moves))
             if window is not None:
@@ -218,9 +218,9 @@ class FlatUpdate:
 
 
 def rows_of(state: FlatState) -> Rows:
-    assert state.away is not None
-    assert state.away.rows is not None
-    return state.away.rows
+    assert state.offloaded is not None
+    assert state.offloaded.rows is not None
+    return state.offloaded.rows
 
 
 def _shown(state: FlatState, index: int, key: str) -> Tensor:
@@ -231,6 +231,6 @@ def _shown(state: FlatState, index: int, key: str) -> Tensor:
     return rows.tensors[key][state.held[index]].view(resting.shape)
 
 
-def _small_moment(kept: Any) -> Tensor | Moment8:
+def _small_moment(moment: Any) -> Tensor | Moment8:
     """A moment of a torchao optimizer: a plain tensor where the parameter is small, else 8-bit codes."""
-    return kept.view(-1) if type(kept) is Tensor else Moment8(kept.codes.view(-1), kept.scale, kept.qmap)
+    return moment.view(-1) if type(moment) is Tensor else Moment8(moment.codes.view(-1), moment.scale, moment.qmap)

@@ -104,7 +104,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def __repr__(self) -> str:
         return f"Sharded{self.inner!r}"
 
-    def kept(self, resting: Tensor, key: str) -> Any:
+    def stored_state(self, resting: Tensor, key: str) -> Any:
         """Return the optimizer's state of a parameter under a key; read it if it is on disk."""
         value = self.inner.state[resting][key]
         if isinstance(value, OnDisk):
@@ -332,9 +332,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _publish(self, states: list[FlatState]) -> None:
         """Update the copies of parameters on the host that the optimizer itself has updated."""
         for state in states:
-            if state.away is not None and state.flat.host_updates:
+            if state.offloaded is not None and state.flat.host_updates:
                 self._host.take_over([state])
-                state.publish(state.away.memory.moves)
+                state.publish(state.offloaded.memory.moves)
 
     def _step_with(self, closure: Callable[[], float]) -> float:
         """Let the inner optimizer evaluate the loss itself, perhaps several times with weights changed in between."""

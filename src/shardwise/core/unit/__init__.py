@@ -12,7 +12,7 @@ Every other file uses these words and no others:
               it is the master (`Flat.master_is_whole`).
     grads     the gradient between micro-batches, at the depth of the gradients, in the reduce dtype.
     final     the part of `grads` at the optimizer's depth; once reduced, the optimizer reads it.
-    away      the parts of all this on the host or on disk (`offload/host_memory.py`), where the layout says so. A
+    offloaded the parts of all this on the host or on disk (`offload/host_memory.py`), where the layout says so. A
               gradient that the host reads leaves the device once it is final, or after each micro-batch.
 
 Outside forward and backward the modules of a unit show the `user` parameters: the objects that were there before

@@ -37,10 +37,10 @@ Channels = dict[str, Channel]
 
 
 class Carrier:
-    def __init__(self, flat: Flat, unit_name: str, away: OffloadedState | None) -> None:
+    def __init__(self, flat: Flat, unit_name: str, offloaded: OffloadedState | None) -> None:
         self.unit_name = unit_name
         self._flat = flat
-        self._away = away
+        self._offloaded = offloaded
         self._num_encoded = 0
         # The error of encoding a gradient, by hop, to be added to the next one.
         self.lost: dict[Hop, Tensor] = {}
@@ -140,8 +140,8 @@ class Carrier:
     def copy(self, target: Tensor, source: Tensor) -> None:
         """Copy, and count bytes that pass between device and host."""
         target.copy_(source, non_blocking=True)
-        if self._away is not None:
-            memory = self._away.memory
+        if self._offloaded is not None:
+            memory = self._offloaded.memory
             is_from_host = memory.arena.owns(source)
             if is_from_host != memory.arena.owns(target):
                 memory.moves.add("to_device" if is_from_host else "to_host", source.nbytes)

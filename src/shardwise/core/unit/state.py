@@ -68,9 +68,9 @@ class FlatState:
     def __init__(self, flat: Flat, device: torch.device, unit_name: str, host: HostMemory) -> None:
         self.flat = flat
         self.unit_name = unit_name
-        self.away: OffloadedState | None = host.state_of(flat, unit_name)
-        self._rows = None if self.away is None else self.away.rows  # of the master on the host or on disk
-        self.carrier = Carrier(flat, unit_name, self.away)
+        self.offloaded: OffloadedState | None = host.state_of(flat, unit_name)
+        self._rows = None if self.offloaded is None else self.offloaded.rows  # of the master on the host or on disk
+        self.carrier = Carrier(flat, unit_name, self.offloaded)
         self.device = device  # of the computation
         if self._rows is None:
             self.master = torch.zeros(flat.num_master, dtype=flat.master.torch, device=device)
@@ -79,7 +79,7 @@ class FlatState:
         else:
             # `.data` has a version counter of its own: updates by the host's thread are no changes from outside.
             self.master = self._rows.tensors[MASTER].data
-        self.rest: Tensor | None = None if self.away is None else self.away.rest
+        self.rest: Tensor | None = None if self.offloaded is None else self.offloaded.rest
         if flat.copy_is_encoded:
             self.rest = torch.zeros(flat.rest_bytes, dtype=torch.uint8, device=device).view(-1, flat.row_bytes)
         elif flat.rest_on == "device":
@@ -99,7 +99,7 @@ class FlatState:
         self._rest_in_whole = slice(at_rest.start, at_rest.stop)
         # The parameters that lie in this rank's part of the master, all or partly, and their places in it.
         self.held = {piece.param: piece.in_flat.within(own) for piece in pieces(flat.intervals, own)}
-        grads_on_host = None if self.away is None else self.away.grads
+        grads_on_host = None if self.offloaded is None else self.offloaded.grads
         self.gradient = Gradient(flat, device, self.carrier, self.held, grads_on_host)
         self.resting_params: list[nn.Parameter] = []
         for index, param in enumerate(flat.params):
@@ -147,13 +147,13 @@ class FlatState:
 
     def publish(self, moves: Moves | None = None) -> None:
         """Renew the copies of a changed master on the host or on disk. `moves` counts the bytes."""
-        if self.away is None:
+        if self.offloaded is None:
             return
-        if self.away.updated is not None:
-            self.away.updated.copy_(self.read_master())
-        if self.away.writes_weights:
+        if self.offloaded.updated is not None:
+            self.offloaded.updated.copy_(self.read_master())
+        if self.offloaded.writes_weights:
             weights = temporary_zeros(self.flat.num_master, self.flat.compute.torch).copy_(self.read_master())
-            self.away.start_writing(weights, 0, moves or Moves()).wait()
+            self.offloaded.start_writing(weights, 0, moves or Moves()).wait()
 
     def take_gradients(self) -> list[Tensor | None]:
         taken = [param.grad for param in self.compute_params]
@@ -205,10 +205,10 @@ class FlatState:
                 self.carrier.copy(self._buffer(target, staged, at_rest), values)
                 continue
             # Only if the optimizer is split further than the parameters.
-            assert self.away is not None
-            values, moves = values.cpu(), self.away.memory.moves
+            assert self.offloaded is not None
+            values, moves = values.cpu(), self.offloaded.memory.moves
             moves.add("to_host", values.nbytes)
-            self.away.start_writing(values, 0, moves).wait()
+            self.offloaded.start_writing(values, 0, moves).wait()
 
     def _buffer(self, name: Buffer, staged: Tensor | None, at_rest: Tensor) -> Tensor:
         """The tensor for a buffer's name in a route."""
@@ -216,7 +216,7 @@ class FlatState:
             return self._own_part
         if name == "updated":
             # This rank's newest weights, in the compute dtype if they come from the host.
-            return self.master if self.away is None or self.away.updated is None else self.away.updated
+            return self.master if self.offloaded is None or self.offloaded.updated is None else self.offloaded.updated
         found = {"at_rest": at_rest, "staged": staged, "rest": self.rest, "own_in_rest": self.rest}[name]
         assert found is not None
         return found[self._master_in_rest] if name == "own_in_rest" else found
