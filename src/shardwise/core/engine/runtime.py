@@ -218,14 +218,13 @@ class Engine:
         if self._in_backward and torch._C._current_graph_task_id() != self._graph_task:
             self.abandon_backward()
         # An input that a unit hands through unchanged gets its gradient after the unit is done.
-        if call.is_open or (self._in_backward and call.closed_in == self._num_backwards):
+        if call in self._opened or (self._in_backward and call.closed_in == self._num_backwards):
             return
         index, status = call.unit, self.statuses[call.unit]
         self._refuse_backward(call)
         if not self._in_backward:
             self._begin_backward()
         self._come_to(call)
-        call.is_open = True
         self._opened.add(call)
         status.num_computing += 1
         if status.plan.holds_units:
@@ -257,10 +256,10 @@ class Engine:
                         self._enter_backward(status.index, self.gathers.arrive)
                     self._end_unit(status)
                 for other in ended:
-                    if other.unit == status.index and other.is_open:
+                    if other.unit == status.index and other in self._opened:
                         self._close(other)
         for other in ended:
-            if other.is_open:
+            if other in self._opened:
                 self._close(other)
 
     def _may_come(self, status: UnitStatus, call: ForwardCall | None) -> bool:
@@ -316,8 +315,7 @@ class Engine:
     def _close(self, call: ForwardCall) -> None:
         """End the backward of one forward, and of its unit, if no other forward of the unit awaits this backward."""
         status = self.statuses[call.unit]
-        self._opened.discard(call)
-        call.is_open = False
+        self._opened.remove(call)
         call.closed_in = self._num_backwards
         call.is_spent = not torch._C._autograd._get_current_graph_task_keep_graph()
         status.num_computing -= 1

@@ -63,7 +63,6 @@ class ForwardCall:
     began: int
     ended: int
     version: int  # of the weights it ran with
-    is_open: bool = False
     closed_in: int = -1
     is_spent: bool = False
 
