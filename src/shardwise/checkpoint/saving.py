@@ -220,13 +220,7 @@ def together(world: Channel, do: Callable[[], T], error: type[CheckpointError] |
 
     The exception is an `error`; by default, it has the class of the CheckpointError on that rank.
     """
-
-    def report(failure: Exception) -> tuple[type[CheckpointError], str]:
-        if isinstance(failure, CheckpointError):
-            return type(failure), str(failure)
-        return CheckpointError, f"{type(failure).__name__}: {failure}"
-
-    result, failure, reports = attempt(world, do, report)
+    result, failure, reports = attempt(world, do, CheckpointError, CheckpointError)
     first = next((report for report in reports if report is not None), None)
     if first is not None:
         kind, reason = first

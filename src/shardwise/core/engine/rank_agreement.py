@@ -8,17 +8,13 @@ from ...base.errors import ConfigurationError, ShardwiseError, WireError
 from ..wire.collectives import Channel, exchange
 
 T = TypeVar("T")
-Report = TypeVar("Report")
 Facts = Sequence[tuple[str, str]]
+Report = tuple[type[ShardwiseError], str]
 
 
 def all_or_none(world: Channel, prepare: Callable[[], T]) -> T:
     """Run `prepare` on every rank; if it fails on one, it fails on all, with that one's reason and exit code."""
-
-    def report_of(failure: Exception) -> tuple[type[ShardwiseError], str]:
-        return type(failure) if isinstance(failure, ShardwiseError) else ConfigurationError, str(failure)
-
-    result, failure, reports = attempt(world, prepare, report_of)
+    result, failure, reports = attempt(world, prepare, ShardwiseError, ConfigurationError)
     if failure is not None:
         raise failure
     for rank, report in enumerate(reports):
@@ -29,16 +25,21 @@ def all_or_none(world: Channel, prepare: Callable[[], T]) -> T:
 
 
 def attempt(
-    world: Channel, do: Callable[[], T], describe: Callable[[Exception], Report]
+    world: Channel, do: Callable[[], T], own: type[ShardwiseError], other: type[ShardwiseError]
 ) -> tuple[T | None, Exception | None, list[Report | None]]:
-    """Run `do` on every rank. Return its result or failure on this rank, and each rank's report, None if it worked."""
+    """Run `do` on every rank. Return its result or failure on this rank, and each rank's report, None if it worked.
+
+    A report is the class and the text of an error; errors that are not `own` are reported as `other`.
+    """
     result: T | None = None
     failure: Exception | None = None
+    report: Report | None = None
     try:
         result = do()
     except Exception as error:  # noqa: BLE001  any failure: the other ranks wait for this report
-        failure = error
-    return result, failure, exchange(world, None if failure is None else describe(failure))
+        failure, kind = error, type(error)
+        report = (kind, str(error)) if issubclass(kind, own) else (other, f"{kind.__name__}: {error}")
+    return result, failure, exchange(world, report)
 
 
 def require_agreement(world: Channel, facts: Facts) -> None:
