@@ -238,7 +238,7 @@ OFFLOADS: tuple[str, ...] = (
     "zero3_nvme",
 )
 # Presets whose activations may go to the host, where memory is short or checkpointing would be needed.
-STOWS: tuple[str, ...] = ("ddp", "zero1", "zero2", "zero3", "hsdp")
+ACTIVATION_OFFLOADS: tuple[str, ...] = ("ddp", "zero1", "zero2", "zero3", "hsdp")
 
 Strategy = str | Layout | Mapping[str, "str | Layout"]
 

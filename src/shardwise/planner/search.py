@@ -15,12 +15,12 @@ from operator import attrgetter
 
 from ..base.errors import ConfigurationError
 from ..core.layout import (
+    ACTIVATION_OFFLOADS,
     AUTO,
     FSDP2_HAS,
     MIXES,
     OFFLOADS,
     PRESETS,
-    STOWS,
     Layout,
     Strategy,
     changed,
@@ -275,7 +275,7 @@ def _with_offloaded_activations(assess: Assessor, found: Sequence[Assessment], c
     """Offload activations only, where the plan without that needs checkpointing or has no room."""
     is_one_node = assess.machine.cluster.num_nodes == 1
     by_name = {entry.name: entry for entry in found}
-    for name in STOWS:
+    for name in ACTIVATION_OFFLOADS:
         layout, base = replace(PRESETS[name], activations_on="host"), by_name[name]
         trainings = same_batch(choice, base.training)
         is_easy = has_room(base) and base.training == trainings[0]

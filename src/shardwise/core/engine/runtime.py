@@ -408,7 +408,6 @@ class Engine:
             self._awaits_backward = self._awaits_backward and len(changed) < len(self.units)
         self.mesh.ledger.close_step()
         self.host.close_step()
-        self._host_jobs.close_step()
         if self._seen_order:
             # Not if other units' forwards may still lead to a backward: their weights must stay where they are.
             if len(changed) == len(self.units):

@@ -39,8 +39,6 @@ class HostJobs:
     def __init__(self, units: list[Unit]) -> None:
         self._units = units
         self._jobs: dict[FlatState, HostJob] = {}
-        # The clipping factors of this step, on their way to the host.
-        self._clips: dict[Tensor, PendingHostCopy] = {}
         self._lock = threading.Lock()
         self._waiting: list[HostJob] = []
         self._has_thread = False
@@ -52,12 +50,12 @@ class HostJobs:
         self.raise_failure()
         position_of = {unit: position for position, unit in enumerate(order)}
         urgency = {state: position_of[unit.index] for unit in self._units for state in unit.trainable_states}
+        copies: dict[Tensor, PendingHostCopy] = {}
         for update in sorted(updates, key=lambda update: urgency[update.state]):
-            state, clipped_by = update.state, update.state.gradient.clipped_by
-            clip = None
-            if clipped_by is not None:
-                clip = self._clips.get(clipped_by) or PendingHostCopy(clipped_by)
-                self._clips[clipped_by] = clip
+            state, factor = update.state, update.state.gradient.clipped_by
+            if factor is not None and factor not in copies:
+                copies[factor] = PendingHostCopy(factor)
+            clip = None if factor is None else copies[factor]
             job = self._jobs[state] = HostJob(urgency[state], update, arrived.get(state), clip)
             with self._lock:
                 self._waiting.append(job)
@@ -97,10 +95,7 @@ class HostJobs:
             raise StateError(f"an update on the host failed: {self._error}") from self._error
 
     def is_updated(self, unit: Unit) -> bool:
-        if not self._jobs:
-            return True
-        jobs = [self._jobs.get(state) for state in unit.trainable_states]
-        return all(job is None or job.done.is_set() for job in jobs)
+        return all(self._jobs[state].done.is_set() for state in unit.trainable_states if state in self._jobs)
 
     def await_update_of(self, state: FlatState) -> None:
         job = self._jobs.pop(state, None)
@@ -113,9 +108,6 @@ class HostJobs:
             job.done.wait()
         self.raise_failure()
         self._jobs.clear()
-
-    def close_step(self) -> None:
-        self._clips.clear()
 
 
 def _first_of(jobs: list[HostJob]) -> HostJob:
