@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardwise.trainer.loss import chunked_cross_entropy
-from shardwise.trainer.model import rotary_table, rotate
+from shardwise.trainer.model import rotary_at, rotate
 
 Row = dict[str, Any]
 
@@ -125,7 +125,7 @@ def elementwise(watch: Stopwatch, small: bool) -> Iterator[Row]:
         x.requires_grad_()
         weight = torch.ones(width, device=watch.device, dtype=torch.bfloat16, requires_grad=True)
         heads = x.detach().view(1, tokens, -1, 64).transpose(1, 2)
-        rotary = rotary_table(tokens, 64, watch.device)
+        rotary = rotary_at(torch.arange(tokens, device=watch.device), 64)
         normed = F.rms_norm(x, (width,), weight, 1e-5)
         narrow = 2 * tokens * width  # bytes of one bf16 tensor
         wide = torch.empty(tokens, width, device=watch.device)

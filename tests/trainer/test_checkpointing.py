@@ -16,7 +16,7 @@ import shardwise as sw
 from shardwise.base.errors import ConfigurationError
 from shardwise.core.wire.ledger import Row
 from shardwise.trainer.checkpointing import checkpoint_blocks
-from shardwise.trainer.model import Block, Transformer, rotary_table
+from shardwise.trainer.model import Block, Transformer, rotary_at
 from shardwise.trainer.shapes import TransformerShape
 from tests.harness import Pool
 from tests.support.models import HUGGING_FACE, MODELS, tokens
@@ -165,7 +165,7 @@ def bytes_of_a_block(mode: Any, dtype: torch.dtype) -> int:
     model = Transformer(SHAPE).to(dtype)
     checkpoint_blocks(model, mode)
     x = torch.randn(BATCH, SEQ, HIDDEN, dtype=dtype, requires_grad=True)
-    rotary = rotary_table(SEQ, HIDDEN // HEADS, x.device)
+    rotary = rotary_at(torch.arange(SEQ, device=x.device), HIDDEN // HEADS)
     with Made() as made:
         output = model.blocks[0](x, rotary)
     found = made.live_bytes()
@@ -219,7 +219,7 @@ def test_what_is_computed_again() -> None:
         model = Transformer(SHAPE)
         checkpoint_blocks(model, mode)  # type: ignore[arg-type]
         x = torch.randn(BATCH, SEQ, HIDDEN, requires_grad=True)
-        output = model.blocks[0](x, rotary_table(SEQ, HIDDEN // HEADS, x.device))
+        output = model.blocks[0](x, rotary_at(torch.arange(SEQ, device=x.device), HIDDEN // HEADS))
         with Products() as products:
             output.sum().backward()
         again[mode] = products.widths
@@ -391,7 +391,7 @@ def test_a_compiled_block_keeps_what_its_mode_says() -> None:
             checkpoint_blocks(model, mode)  # type: ignore[arg-type]
             model.blocks[0].compile(backend="aot_eager")
             x = torch.randn(BATCH, SEQ, HIDDEN, requires_grad=True)
-            rotary = rotary_table(SEQ, HIDDEN // HEADS, x.device)
+            rotary = rotary_at(torch.arange(SEQ, device=x.device), HIDDEN // HEADS)
             given = {tensor.untyped_storage()._cdata for tensor in (x, rotary, *model.parameters())}
             kept: dict[int, int] = {}
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from shardwise.base.errors import ConfigurationError
-from shardwise.trainer.model import Transformer, rotary_table, rotate
+from shardwise.trainer.model import Transformer, rotary_at, rotate
 from shardwise.trainer.shapes import TransformerShape
 
 SHAPE = TransformerShape(vocab=64, hidden=32, layers=2, heads=4, kv_heads=2, ffn=48, max_seq=16)
@@ -44,7 +44,7 @@ def test_the_past_does_not_see_the_future() -> None:
 
 
 def test_rotary_scores_depend_on_the_distance_only() -> None:
-    rotary = rotary_table(16, 8, torch.device("cpu"))
+    rotary = rotary_at(torch.arange(16), 8)
     query, key = (x.expand(16, 8) for x in torch.randn(2, 1, 8, dtype=torch.float32))
     scores = rotate(query, rotary) @ rotate(key, rotary).T
     torch.testing.assert_close(scores[5, 2], scores[13, 10])

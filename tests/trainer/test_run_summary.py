@@ -205,7 +205,7 @@ def test_banner_of_a_large_run() -> None:
     assert "  batch       256 samples = 64 ranks x 4 micro-batches x 1, 32,768 tokens a step" in lines
     assert "  memory      1.26 GB + activations a rank, of 139 GB free: params 6.85 MB, grads 6.85 MB," in lines
     assert f"              optimizer 13.7 MB, buffers 1.23 GB; {NOTE}" in lines
-    assert "  checkpoint  every 500 steps, 96.0 GB, about 23 s each" in lines
+    assert "  checkpoint  every 500 steps, 96.0 GB, about 23.4 s each" in lines
     assert "              tokenizer models/llama" in lines
     assert any("from step 1,000 on" in line for line in lines)
     # A path stays whole; nothing else is longer than a line.
@@ -214,7 +214,7 @@ def test_banner_of_a_large_run() -> None:
 
 @pytest.mark.parametrize(
     ("seconds", "text"),
-    [(0.004, "under 0.1 s"), (0.06, "under 0.1 s"), (0.1, "about 0.1 s"), (23.4, "about 23 s"), (725, "about 12:05")],
+    [(0.004, "about 0.1 s"), (0.1, "about 0.1 s"), (23.4, "about 23.4 s"), (725, "about 12:05")],
 )
 def test_time_of_a_checkpoint(seconds: float, text: str) -> None:
     shown = banner(started(save_s=seconds))

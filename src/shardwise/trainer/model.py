@@ -121,18 +121,13 @@ class Transformer(nn.Module):
         if num_tokens > self.shape.max_seq:
             raise ValueError(f"{num_tokens} tokens in a row, but the shape's max_seq is {self.shape.max_seq}")
         if positions is None:
-            rotary, mask = rotary_table(num_tokens, self.shape.head_dim, tokens.device), None
+            rotary, mask = rotary_at(torch.arange(num_tokens, device=tokens.device), self.shape.head_dim), None
         else:
             rotary, mask = rotary_at(positions[:, None], self.shape.head_dim), document_mask(positions)
         x = self.embed(tokens)
         for block in self.blocks:
             x = block(x, rotary, mask)
         return self.head(self.norm(x), targets, reduction)
-
-
-def rotary_table(num_tokens: int, head_dim: int, device: torch.device) -> Tensor:
-    """Return cosine and sine for the positions of one document, (2, seq, dim / 2)."""
-    return rotary_at(torch.arange(num_tokens, device=device), head_dim)
 
 
 def rotary_at(positions: Tensor, head_dim: int) -> Tensor:

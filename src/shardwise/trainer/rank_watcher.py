@@ -66,11 +66,6 @@ class WatchedRank:
         """Return whether it has said that it ends; its process may still be there."""
         return self.note.ended_s is not None
 
-    @property
-    def has_crashed(self) -> bool:
-        """Return whether it raised an error, or is gone without a word."""
-        return self.note.has_raised or (self.gone_s is not None and not self.has_ended)
-
 
 class RankWatcher:
     """Raises `stop_agent` in the main thread when the ranks have to be killed; `code` is then the exit code."""
@@ -160,7 +155,8 @@ class RankWatcher:
             if rank.gone_s is None:
                 self._update(rank)
         # Time limit of the ranks that still run after a crash or a refusal.
-        has_crash = any(rank.has_crashed for rank in self.ranks.values())
+        gone = [rank for rank in self.ranks.values() if rank.gone_s is not None and not rank.has_ended]
+        has_crash = bool(gone) or any(rank.note.has_raised for rank in self.ranks.values())
         if has_crash or self.refusal is not None:
             grace_s = AFTER_A_DEATH_S if has_crash else AFTER_A_REFUSAL_S
             self._grace_end_s = min(self._grace_end_s, time.monotonic() + grace_s)
@@ -305,15 +301,13 @@ def _death(rank: int, code: int | None, log: str, host: str) -> str:
     else:
         name = signal.Signals(-code).name
         how = f"was ended by {name}" + (", as the kernel does when memory runs out" if name == "SIGKILL" else "")
-    shown = f"\nthe end of its log, {log}:\n\n{_last_lines(log)}" if log else ""
-    return f"rank {rank} on {host} {how}{shown}"
-
-
-def _last_lines(log: str) -> str:
+    text = f"rank {rank} on {host} {how}"
+    if not log:
+        return text
     try:
         with Path(log).open("rb") as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - LAST_BYTES))
-            text = file.read(LAST_BYTES).decode(errors="replace")
+            lines = file.read(LAST_BYTES).decode(errors="replace").splitlines()[-LAST_LINES:]
     except OSError as error:
-        return f"({error})"
-    return "\n".join(text.splitlines()[-LAST_LINES:])
+        lines = [f"({error})"]
+    return "\n".join([text, f"the end of its log, {log}:", "", *lines])

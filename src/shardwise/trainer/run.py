@@ -213,7 +213,7 @@ def set_up(settings: Settings, context: FailureContext) -> Run:
     all_or_none(world, lambda: take_folder() if rank == 0 else None)
     metrics.truncate_after(first_step)
     run = Run(
-        settings=settings, folder=folder, checked=checked, prepared=prepared, built=built, model=model,
+        settings=settings, folder=folder, checked=checked, data=identity, built=built, model=model,
         optimizer=optimizer, samples=samples, eval_samples=eval_samples, rank=rank, device=device, hosts=hosts,
         num_steps=num_steps, updates_early=updates_early(settings), first_step=first_step, first_sample=first_sample,
         step=first_step, planned=planned, saves=saves, metrics=metrics, free_bytes=free_bytes,

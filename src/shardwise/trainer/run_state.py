@@ -45,7 +45,7 @@ class Run:
     settings: Settings
     folder: Path
     checked: Checked
-    prepared: Prepared
+    data: dict[str, Any]  # identity of the samples and their order
     built: Built
     model: nn.Module
     optimizer: Any
@@ -208,7 +208,7 @@ class Run:
             "num_samples_seen": self.num_samples_before(step),
             "global_batch_size": self.batching.global_size,
             "rng": {"seed": self.settings.seed, "policy": RNG_POLICY},
-            "data": data_identity(self.settings, self.prepared, self.checked),
+            "data": self.data,
             "book": self.records.to_extra(),
             "configuration": asdict(self.settings),
         }

@@ -111,20 +111,13 @@ def _saving(run: Run, engine: Engine) -> str:
     words = [f"every {plural(every, 'step')}" if every else "at the end", size(saves.num_bytes)]
     seconds = expected_save_s(run.folder, saves, engine)
     if seconds is not None:
-        words.append(f"{_about(seconds)} each")
+        words.append(f"about {duration(seconds) if seconds >= 100 else f'{max(seconds, 0.1):.1f} s'} each")
     if saves.in_background:
         copy = size(saves.num_bytes / run.batching.num_ranks)
         words.append(f"in the background from a copy of {copy} a rank on the host")
     if saves.why_not:
         words.append(f"not in the background: {saves.why_not}")
     return ", ".join(words)
-
-
-def _about(seconds: float) -> str:
-    if seconds < 0.1:
-        return "under 0.1 s"
-    shown = f"{seconds:.1f} s" if seconds < 9.95 else f"{seconds:.0f} s" if seconds < 100 else duration(seconds)
-    return f"about {shown}"
 
 
 def summary(run: Run, ending: Ending, seconds: float) -> str:
