@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from shardwise.trainer.step_records import MAX_SKIPPED, WINDOW, Divergence, Row, StepRecords, StepResult
+from shardwise.trainer.metrics import MAX_SKIPPED, WINDOW, Divergence, Row, StepRecords, StepResult
 
 
 def records(

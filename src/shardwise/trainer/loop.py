@@ -17,12 +17,12 @@ from ..core.engine.streams import PendingHostCopy
 from ..core.wire.collectives import Channel, InFlight, finish, start_all_reduce
 from .data.order import key
 from .data.samples import Batch
+from .metrics import StepRecords, StepResult
 from .models.headloss import loss_sum
 from .optimizers import learning_rate, set_learning_rate
 from .run_state import Run
 from .settings import interval_of
 from .signals import INTERRUPTED, TERMINATED, Requests
-from .step_records import StepRecords, StepResult
 
 # Exit codes of requests to stop. If ranks got different requests, the first of these counts.
 STOP_CODES = (TERMINATED, INTERRUPTED)

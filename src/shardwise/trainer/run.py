@@ -38,7 +38,7 @@ from .checks import Checked, check_all, completed, require_targets
 from .data.prepare import Prepared, prepare
 from .data.samples import Samples, open_samples
 from .loop import Ending, run_steps
-from .metrics import Metrics, Progress, json_number
+from .metrics import Divergence, Metrics, Progress, StepRecords, json_number
 from .models.build import Built, build
 from .offload import is_auto, offload_of, updates_early
 from .optimizers import learning_rate_rise, num_warmup_steps, optimizer_for
@@ -61,7 +61,6 @@ from .run_state import Run, data_identity
 from .run_summary import banner, device_name, summary
 from .settings import Settings, settings_from_json, units_asked
 from .signals import Requests, has_launcher
-from .step_records import Divergence, StepRecords
 
 TOKENISING_S = 24 * 3600  # the other ranks wait for the one that tokenises
 Say = Callable[[str], None]

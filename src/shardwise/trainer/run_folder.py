@@ -68,8 +68,16 @@ def _choice(settings: Settings, num_restarts: int) -> tuple[Path, Path | str | N
     if resume is not None:
         checkpoint = _checkpoint_in(resume)
         belongs_to = _run_of(checkpoint)
-        if belongs_to is None:
-            _require_readable(resume, checkpoint)
+        if belongs_to is None:  # ours outside of a run, or one of another library, or no checkpoint at all
+            from ..checkpoint.opened import open_checkpoint  # with torch
+
+            try:
+                open_checkpoint(checkpoint)
+            except CheckpointError as error:
+                raise CheckpointError(
+                    f"resume_from_checkpoint {resume}: {error}; give 'latest', or a folder as "
+                    "runs/NAME/checkpoints/step-000100"
+                ) from error
     name = Path(settings.model).stem if settings.model.endswith(".json") else Path(settings.model).name
     folder = folder or belongs_to or RUNS / f"{name}-{datetime.now():%Y%m%d-%H%M%S}"
     is_own = belongs_to is not None and folder.resolve() == belongs_to.resolve()
@@ -202,18 +210,6 @@ def _run_of(checkpoint: Path) -> Path | None:
     """Return the run of a checkpoint of ours, if it is still in its folder."""
     run = checkpoint.absolute().parent.parent  # checkpoints/ itself may be a link
     return run if find(checkpoint) is not None and (run / CONFIG).is_file() else None
-
-
-def _require_readable(resume: str, checkpoint: Path) -> None:
-    """Refuse a path that is no checkpoint, neither ours outside of a run nor one of another library."""
-    from ..checkpoint.opened import open_checkpoint  # with torch
-
-    try:
-        open_checkpoint(checkpoint)
-    except CheckpointError as error:
-        raise CheckpointError(
-            f"resume_from_checkpoint {resume}: {error}; give 'latest', or a folder as runs/NAME/checkpoints/step-000100"
-        ) from error
 
 
 def _checkpoint_in(resume: str) -> Path:

@@ -19,7 +19,7 @@ from ..core.wire.collectives import Channel, exchange
 from .checks import Checked
 from .data.prepare import Prepared
 from .data.samples import Batch, Samples
-from .metrics import Metrics, Progress, memory_row
+from .metrics import Metrics, Progress, Row, StepRecords, memory_row
 from .models.build import Built
 from .models.export import export
 from .models.headloss import loss_sum
@@ -30,7 +30,6 @@ from .run_folder import EXPORT
 from .run_plan import RunPlan, write_traffic
 from .settings import Batching, Settings
 from .signals import Requests
-from .step_records import Row, StepRecords
 
 DEFAULT_PROMPT = "The "
 NUM_STEADY = 2  # steps after which the traffic of a step is that of every further one
@@ -112,7 +111,7 @@ class Run:
     def memory_row(self) -> Row:
         now = memory(self.model, self.optimizer)
         self.peak_memory = now if self.peak_memory is None else self.peak_memory.highest(now)
-        return dict(memory_row(now, self.planned.peak_bytes))
+        return memory_row(now, self.planned.peak_bytes)
 
     @torch.no_grad()
     def evaluate(self, step: int) -> None:
