@@ -125,7 +125,7 @@ def _row(name: str, layout: Layout, num_params: int, machine: Machine, training:
             elsewhere[place] += (num_bytes - round(layout.kept * num_bytes)) * cluster.node_size
             num_bytes = round(layout.kept * num_bytes)
         on_device.append(num_bytes + (kept_losses(unit.flats) if what == "grads" else 0))
-    memory = Memory((Instant("between backward and step", (*on_device, 0, 0, 0, 0)),), OffDevice(0, 0, 0, 0))
+    memory = Memory((Instant("the end of the backward", (*on_device, 0, 0, 0, 0)),), OffDevice(0, 0, 0, 0))
     moved = _moved(unit, machine, training)
     return StatesRow(name, layout, training, machine, memory, elsewhere["host"], elsewhere["disk"], moved)
 

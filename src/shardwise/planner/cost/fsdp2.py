@@ -9,6 +9,7 @@ backward. Gradients are dropped before the next forward.
 Three streams allocate, and none reuses memory that another has freed: `Memory.pools` has the peak of each.
 """
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -124,7 +125,7 @@ class _Step(MemoryWalk):
         self.on_its_way: Group | None = None  # prefetched for the backward
         self.kept_output = 0  # bytes of the output of the forward's last all-gather
         self.kept_input = 0  # bytes of the input of the last reduce-scatter
-        self.grads_of: dict[int, int] = {}  # by group: bytes of gradients that are not yet reduced
+        self.grads_of: Counter[int] = Counter()  # by group: bytes of gradients that are not yet reduced
         last = self.names[-1]
         products = works[last].products if training.loss == "plain" else ()
         self.num_logits = products[-1].m * products[-1].n if products else 0
@@ -200,32 +201,29 @@ class _Step(MemoryWalk):
         self.note("backward loss", LOSS, loss.output_bytes + loss.backward_peak_bytes)
         self._gather_for_backward(self.root_name, loss)
         self._prefetch(len(self.chain) - 1)
-        for position in reversed(range(len(self.names))):
-            name = self.names[position]
+        order = [self.root_name, *self.names]
+        for position in reversed(range(len(order))):
+            name = order[position]
             group, work = self.groups[name], self.works[name]
+            input_bytes = self.works[order[position - 1]].output_bytes
             if group is not self.root:
                 self._gather_for_backward(name, work)
                 self._prefetch(next(index for index, other in enumerate(self.chain) if other is group) - 1)
-            if name == last:
-                extra = loss.output_bytes + loss.backward_peak_bytes
-                if self.num_logits:
-                    # The logits have a gradient, and the loss has freed its tensors of that size.
-                    saved = self.itemsize if self.wrapping.compiles_loss else FP32_BYTES
-                    input_bytes = self.works[self.names[-2] if position else self.root_name].output_bytes
-                    extra = (self.itemsize - saved) * self.num_logits + loss.grad_bytes + input_bytes
+            if name != last:
+                self.note(f"backward {name}", ACTIVATIONS, work.output_bytes + work.backward_peak_bytes)
+            elif self.num_logits:
+                # The logits have a gradient, and the loss has freed its tensors of that size.
+                saved = self.itemsize if self.wrapping.compiles_loss else FP32_BYTES
+                extra = (self.itemsize - saved) * self.num_logits + loss.grad_bytes + input_bytes
                 self.note("backward head", LOSS, extra)
             else:
-                self.note(f"backward {name}", ACTIVATIONS, work.output_bytes + work.backward_peak_bytes)
+                self.note("backward head", LOSS, loss.output_bytes + loss.backward_peak_bytes)
             self.hold(LOSS if name == last else ACTIVATIONS, -work.saved_bytes)
-            self._hold_grads(group, work.grad_bytes)
-            before = self.works[self.names[position - 1]].output_bytes if position else 0
+            self.hold(GRADS, work.grad_bytes)
+            self.grads_of[id(group)] += work.grad_bytes
             # Token ids have no gradient, so torch reduces the unit that reads them at the end of the backward.
-            if group is not self.root and position:
-                self._reduce(name, group, before, is_first)
-        root = self.works[self.root_name]
-        self.note(f"backward {self.root_name}", ACTIVATIONS, root.output_bytes + root.backward_peak_bytes)
-        self.hold(ACTIVATIONS, -root.saved_bytes)
-        self._hold_grads(self.root, root.grad_bytes)
+            if group is not self.root and position > 1:
+                self._reduce(name, group, input_bytes, is_first)
         self._reduce(self.root_name, self.root, 0, is_first)
         if self.groups[self.names[0]] is not self.root:
             self._reduce(self.names[0], self.groups[self.names[0]], 0, is_first)
@@ -251,10 +249,6 @@ class _Step(MemoryWalk):
         self.gathered.add(id(group))
         self.note(f"gather {name} again", ACTIVATIONS, work.output_bytes)
         self.hold(GATHERED, -group.collected_bytes, GATHER_STREAM)
-
-    def _hold_grads(self, group: Group, num_bytes: int) -> None:
-        self.hold(GRADS, num_bytes)
-        self.grads_of[id(group)] = self.grads_of.get(id(group), 0) + num_bytes
 
     def _reduce(self, name: str, group: Group, before: int, is_first: bool) -> None:
         self._release(group)

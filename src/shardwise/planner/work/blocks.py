@@ -219,18 +219,14 @@ def gated_ffn(shape: ModelShape, t: Tape, x: Tensor, names: tuple[str, str, str]
 def llama_block(shape: ModelShape, t: Tape, x: Tensor) -> Tensor:
     """transformers' block: variables hold the residuals; of four norms (Gemma), two come after attention and ffn."""
     norm = partial(layer_norm, bias=shape.norm_bias) if shape.norm == "layer" else llama_norm
-    residual = x
-    x = norm(t, x, shape.hidden)
-    x = _llama_attention(shape, t, x)
-    if shape.num_norms > 2:
+    for part in (_llama_attention, _llama_ffn):
+        residual = x
         x = norm(t, x, shape.hidden)
-    x = add(t, residual, x)
-    residual = x
-    x = norm(t, x, shape.hidden)
-    x = _llama_ffn(shape, t, x)
-    if shape.num_norms > 2:
-        x = norm(t, x, shape.hidden)
-    return add(t, residual, x)
+        x = part(shape, t, x)
+        if shape.num_norms > 2:
+            x = norm(t, x, shape.hidden)
+        x = add(t, residual, x)
+    return x
 
 
 def _llama_attention(shape: ModelShape, t: Tape, x: Tensor) -> Tensor:
