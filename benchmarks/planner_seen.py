@@ -15,7 +15,7 @@ from shardwise.planner.assess import Assessment, Assessor, Machine, Subject
 from shardwise.planner.hardware.cluster import make_cluster
 from shardwise.planner.hardware.gpus import EMULATED, IDEAL, efficiency_of
 from shardwise.planner.hardware.links import parse
-from shardwise.planner.search import asked, choices
+from shardwise.planner.search import assess_named, choices
 from shardwise.planner.shapes.shape import ModelShape
 from shardwise.planner.subject import subject_of
 from shardwise.planner.training import Lora, Training
@@ -159,7 +159,7 @@ def machine_for(case: Case, free_bytes: int | None = None) -> Machine:
 def planned(case: Case, free_bytes: int | None = None) -> Assessment:
     subject, training = _subject(case)
     choice = choices(training, (training.checkpointing,), [(training.micro_batch, training.num_micro_batches)])
-    return asked(Assessor(subject, machine_for(case, free_bytes)), case.strategy, choice)
+    return assess_named(Assessor(subject, machine_for(case, free_bytes)), case.strategy, choice)
 
 
 def _subject(case: Case) -> tuple[Subject, Training]:

@@ -7,7 +7,7 @@ from shardwise.core.layout import PRESETS, Strategy
 from shardwise.planner.assess import Assessment, Assessor, Machine
 from shardwise.planner.hardware.cluster import make_cluster
 from shardwise.planner.hardware.gpus import REAL, efficiency_of
-from shardwise.planner.search import Choice, asked, choices
+from shardwise.planner.search import Choice, assess_named, choices
 from shardwise.planner.shapes.shape import ModelShape
 from shardwise.planner.subject import subject_of
 from shardwise.planner.training import Training
@@ -39,7 +39,7 @@ def assessed(
     strategy: Strategy = "zero3", on: Machine | None = None, shape: ModelShape = SHAPE, **sizes: Any
 ) -> Assessment:
     training = Training(**sizes)
-    return asked(assessor(on, training, shape), strategy, choice_of(training))
+    return assess_named(assessor(on, training, shape), strategy, choice_of(training))
 
 
 EVERY = list(PRESETS)

@@ -80,7 +80,7 @@ def test_what_leaves_saves() -> None:
 
 def test_on_disk_the_host_holds_gradients_and_what_passes_through() -> None:
     found = costed("zero3_nvme")
-    away = found.memory.away
+    away = found.memory.off_device
     assert found.disk_bytes == pytest.approx(14 * 20 * 202.4e6, rel=0.01)
     assert away.windows > 0 < away.staged
     assert found.host_bytes == pytest.approx(4 * 20 * 202.4e6 + away.windows + away.staged, rel=0.01)
@@ -270,7 +270,7 @@ def test_activations_go_to_the_host_where_that_is_faster_than_computing_them_aga
     assert {layout.activations_on for layout in best.layouts} == {"host"}
     assert best.training.checkpointing == "none"
     assert best.tokens_per_s > usual.tokens_per_s * (1 + TIE)
-    assert best.host_bytes == best.memory.stowed * 2
+    assert best.host_bytes == best.memory.activation_bytes * 2
 
 
 # ---------------------------------------------------------------------------------------------------------

@@ -34,7 +34,7 @@ def test_classes_are_never_negative_and_the_peak_is_no_sum_of_maxima(strategy: s
     assert len(columns) == len(CLASSES)
     assert all(type(size) is int and size >= 0 for column in columns for size in column)
     assert memory.peak.total == max(map(sum, zip(*columns, strict=True))) <= sum(map(max, columns))
-    assert min(memory.host_bytes, memory.away.disk) >= 0
+    assert min(memory.host_bytes, memory.off_device.disk) >= 0
 
 
 def test_summing_maxima_would_say_more() -> None:

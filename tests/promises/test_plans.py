@@ -19,7 +19,7 @@ from shardwise.planner.assess import Assessment, Assessor, Machine
 from shardwise.planner.cost.peak import CLASSES
 from shardwise.planner.hardware.cluster import make_cluster
 from shardwise.planner.hardware.gpus import IDEAL, efficiency_of
-from shardwise.planner.search import MIXES, Choice, asked, choices, has_room, most_kept, presets, strategy_of
+from shardwise.planner.search import MIXES, Choice, assess_named, choices, has_room, most_kept, presets, strategy_of
 from shardwise.planner.shapes.shape import ModelShape
 from shardwise.planner.subject import subject_of
 from shardwise.planner.training import Training
@@ -92,7 +92,7 @@ def at_most(found: Assessment, name: str) -> int:
 def assert_as_planned(pool: Pool, model_name: str, strategies: Sequence[Strategy], precision: str, num: int) -> None:
     training, choice = choice_of(precision, num)
     assess = assessor(model_name, training)
-    plans = [asked(assess, strategy, choice) for strategy in strategies]
+    plans = [assess_named(assess, strategy, choice) for strategy in strategies]
     for rank in pool(WORLD, run_each, model_name, strategies, precision, num):
         for seen, found in zip(rank, plans, strict=True):
             held = seen.memory
@@ -105,7 +105,10 @@ def assert_as_planned(pool: Pool, model_name: str, strategies: Sequence[Strategy
             assert held.planned.optimizer == at_most(found, "optimizer")
             buffers = at_most(found, "gathered") + at_most(found, "reduce")
             assert held.planned_buffers - seen.registered == buffers
-            assert (held.planned_host, held.planned_disk) == (found.memory.away.host, found.memory.away.disk)
+            assert (held.planned_host, held.planned_disk) == (
+                found.memory.off_device.host,
+                found.memory.off_device.disk,
+            )
 
 
 ON_DEVICE = [name for name in [*NAMED, "mapping"] if name not in OFFLOADED]

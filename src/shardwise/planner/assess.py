@@ -13,17 +13,9 @@ from ..core.layout import ALWAYS_WHOLE, Layout
 from ..core.schedule.flat import Flat, flats_of
 from ..core.schedule.model import UnitSpec, matches
 from ..core.schedule.step_schedule import Schedule, UnitPlan, make_schedule
+from .cost import peak
 from .cost.compute import seconds_of, speed_of
 from .cost.fsdp2 import fsdp2_memory_of
-from .cost.peak import (
-    WORKSPACE_BYTES,
-    Memory,
-    Reserved,
-    memory_of,
-    offloaded_activations,
-    reserved_of,
-    with_activation_copies,
-)
 from .cost.step_time import Timing, step_time
 from .events import Event, StepTraffic, step_events, traffic_of
 from .hardware.cluster import Cluster
@@ -115,22 +107,22 @@ class Assessment:
         """The events of a step, including the copies of offloaded activations."""
         moments = self.training.num_moments
         events = step_events(self.schedule, num_micro_batches, clips=self.clips, num_moments=moments)
-        offloaded = offloaded_activations(self.schedule, self.works)
-        return list(with_activation_copies(events, offloaded)) if offloaded else events
+        offloaded = peak.offloaded_activations(self.schedule, self.works)
+        return list(peak.with_activation_copies(events, offloaded)) if offloaded else events
 
     @cached_property
-    def memory(self) -> Memory:
+    def memory(self) -> peak.Memory:
         if self.training.engine == "fsdp2":
             return fsdp2_memory_of(self.schedule, self.works, self.training)
-        workspace_bytes = WORKSPACE_BYTES if self.machine.has_reserve else 0
-        return memory_of(self.schedule, self.events, self.works, self.training, workspace_bytes)
+        workspace_bytes = peak.WORKSPACE_BYTES if self.machine.has_reserve else 0
+        return peak.memory_of(self.schedule, self.events, self.works, self.training, workspace_bytes)
 
     @cached_property
-    def reserved(self) -> Reserved:
+    def reserved(self) -> peak.Reserved:
         if not self.machine.has_reserve:
-            return Reserved.exactly(self.memory.peak.total)
+            return peak.Reserved.exactly(self.memory.peak.total)
         is_recomputed = any(work.recomputed for work in self.works.values())
-        return reserved_of(self.schedule, self.memory, self.training, is_recomputed)
+        return peak.reserved_of(self.schedule, self.memory, self.training, is_recomputed)
 
     @cached_property
     def moved(self) -> StepTraffic:
@@ -188,7 +180,7 @@ class Assessment:
 
     @property
     def disk_bytes(self) -> int:
-        return self.memory.away.disk * self.machine.cluster.node_size
+        return self.memory.off_device.disk * self.machine.cluster.node_size
 
     @property
     def fits(self) -> bool:

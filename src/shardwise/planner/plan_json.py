@@ -233,13 +233,13 @@ def _values(entry: Assessment) -> Json:
 
 
 def _on_host(entry: Assessment) -> str:
-    away, gb = entry.memory.away, entry.machine.cluster.node_size / 1e9
+    away, gb = entry.memory.off_device, entry.machine.cluster.node_size / 1e9
     parts = {
         "master, moments, gradients and weights in the compute dtype of what the host updates, and parameters": (
             away.host - away.windows - away.staged
         ),
         "windows that an optimizer on disk comes through": away.windows,
         "parameters read ahead from disk": away.staged,
-        "activations": entry.memory.stowed,
+        "activations": entry.memory.activation_bytes,
     }
     return "; ".join(f"{size * gb:,.1f} GB {name}" for name, size in parts.items() if size)

@@ -15,7 +15,7 @@ from .search import (
     MODES,
     TIE,
     Choice,
-    asked,
+    assess_named,
     choices,
     fastest,
     mixtures,
@@ -140,9 +140,9 @@ def plan_for(
     `has_disk`: there is a folder for state on disk. `tie`: a plan this close to the fastest counts as equally fast."""
     moves = moves_behind_auto(strategy)
     if moves:
-        entries = candidates = [asked(assess, layout.name, choice) for layout in moved_presets(moves)]
+        entries = candidates = [assess_named(assess, layout.name, choice) for layout in moved_presets(moves)]
     elif strategy is not None and moves is None:
-        entries = candidates = [asked(assess, strategy, choice)]
+        entries = candidates = [assess_named(assess, strategy, choice)]
     else:
         entries = list(presets(assess, choice, only_exact, has_disk))
         candidates = [entry for entry in entries if entry.is_exact]

@@ -151,7 +151,7 @@ def strategy_of(found: Assessment) -> Strategy:
     return most.name if most.name != "custom" else most
 
 
-def asked(assess: Assessor, strategy: Strategy, choice: Choice) -> Assessment:
+def assess_named(assess: Assessor, strategy: Strategy, choice: Choice) -> Assessment:
     """Assess the strategy that the user named."""
     layouts = layouts_for(strategy, assess.unit_names)
     if choice[0][0].engine == "fsdp2" and not {layout.name for layout in layouts} <= set(FSDP2_HAS):

@@ -159,7 +159,13 @@ class _Step(MemoryWalk):
         for name in (self.root_name, *self.names):
             group, work = self.groups[name], self.works[name]
             if group is not self.root or name == self.root_name:
-                self._gather_for_forward(name, input_bytes)
+                # The output of the all-gather, and this rank's input, which is freed once it is copied in.
+                self.hold(GATHERED, group.part_bytes + group.collected_bytes, GATHER_STREAM)
+                self.note(f"gather {name}", ACTIVATIONS, input_bytes)
+                self.hold(GATHERED, -group.part_bytes - self.kept_output, GATHER_STREAM)
+                self.kept_output = group.collected_bytes
+                self.hold(GATHERED, group.gathered_bytes)
+                self.gathered.add(id(group))
             if name == self.names[-1]:
                 # The root's forward ends before the loss, which needs only the logits.
                 self._end_forward(group)
@@ -173,16 +179,6 @@ class _Step(MemoryWalk):
             input_bytes = work.output_bytes
             if name != self.names[-1]:
                 self._end_forward(group)
-
-    def _gather_for_forward(self, name: str, input_bytes: int) -> None:
-        group = self.groups[name]
-        # The output of the all-gather, and this rank's input, which is freed once it is copied in.
-        self.hold(GATHERED, group.part_bytes + group.collected_bytes, GATHER_STREAM)
-        self.note(f"gather {name}", ACTIVATIONS, input_bytes)
-        self.hold(GATHERED, -group.part_bytes - self.kept_output, GATHER_STREAM)
-        self.kept_output = group.collected_bytes
-        self.hold(GATHERED, group.gathered_bytes)
-        self.gathered.add(id(group))
 
     def _end_forward(self, group: Group) -> None:
         is_last = bool(self.chain) and group is self.chain[-1]

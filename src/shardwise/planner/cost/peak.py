@@ -74,18 +74,18 @@ class Instant:
 class Memory:
     """Memory of one rank: of its allocator at every instant, of its host and of its disk.
 
-    `stowed`: bytes of activations on the host. `pools`: the peak of each stream of FSDP2, each at its own time; empty
+    `activation_bytes`: activations on the host. `pools`: the peak of each stream of FSDP2, each at its own time; empty
     for our engine, which allocates on one stream.
     """
 
     instants: tuple[Instant, ...]
-    away: state_bytes.OffDevice  # offloaded state, and the buffers of its transfers
-    stowed: int = 0
+    off_device: state_bytes.OffDevice  # offloaded state, and the buffers of its transfers
+    activation_bytes: int = 0
     pools: tuple[int, ...] = ()
 
     @property
     def host_bytes(self) -> int:
-        return self.away.host + self.stowed
+        return self.off_device.host + self.activation_bytes
 
     @cached_property
     def peak(self) -> Instant:
