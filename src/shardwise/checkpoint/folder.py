@@ -114,14 +114,15 @@ def complete(path: Path, index: str) -> None:
     """Seal the content of the partial folder, and rename the folder to `path`."""
     partial, text = partial_of(path), index.encode()
     if len(text) > MAX_INDEX_BYTES:
-        sizes = f"would have {len(text):,} bytes, of at most {MAX_INDEX_BYTES:,}"
-        raise SaveError(f"cannot complete {partial}: its {INDEX} {sizes}: save fewer tensors")
+        raise SaveError(f"cannot complete {partial}: its {INDEX} exceeds {MAX_INDEX_BYTES:,} bytes: save fewer tensors")
     with os_errors_as(SaveError, f"cannot complete {partial}"):
-        _write(partial / INDEX, text)
+        (partial / INDEX).write_bytes(text)
+        sync(partial / INDEX)
         sync(partial)
         # The marker appears complete or not at all, also on a full disk or if the process dies.
         draft = partial / f"{MARKER}.draft"
-        _write(draft, hashlib.sha256(text).hexdigest().encode())
+        draft.write_text(hashlib.sha256(text).hexdigest())
+        sync(draft)
         draft.rename(partial / MARKER)
         sync(partial)
         put_in_place(path)
@@ -156,13 +157,6 @@ def remove(folder: Path) -> None:
     (folder / MARKER).unlink(missing_ok=True)
     if folder.exists():
         shutil.rmtree(folder)
-
-
-def _write(path: Path, content: bytes) -> None:
-    with path.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def sync(path: Path) -> None:

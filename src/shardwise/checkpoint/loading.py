@@ -55,15 +55,15 @@ def load(
     own = optimizer_state.own_optimizers(engine, optimizer)
     begin_between_steps(engine, "load", path, own)
     world, place = patient_hosts(), Path(path).resolve()
-    job = together(world, lambda: _prepare(place, engine, model, own, allow_rounding, keep_groups))
+    opened, wanted, buffers = together(world, lambda: _prepare(place, engine, model, own, allow_rounding, keep_groups))
     try:
-        together(world, lambda: _read(job, own, keep_groups))
+        together(world, lambda: _read(opened, wanted, buffers, own, keep_groups))
     except CheckpointError as error:
         error.add_note("The model is a mixture of what it was and of what was read until then: load another.")
         raise
     finally:
         engine.was_rewritten()
-    return job.opened.index.extra
+    return opened.index.extra
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,16 +88,9 @@ class _Wanted:
         return stored, self.interval if is_split else Interval(0, stored.num_elems)
 
 
-@dataclass(frozen=True, slots=True)
-class _Job:
-    opened: Opened
-    wanted: list[_Wanted]
-    buffers: list[tuple[Tensor, Stored]]
-
-
 def _prepare(
     place: Path, engine: Engine, model: nn.Module, optimizers: Optimizers, allow_rounding: bool, keep_groups: bool
-) -> _Job:
+) -> tuple[Opened, list[_Wanted], dict[str, Tensor]]:
     opened = open_checkpoint(place, optimizer_state.names_in_groups(optimizers))
     index = opened.index
     try:
@@ -121,34 +114,37 @@ def _prepare(
                 reader.require_length(number)
     except CheckpointError as error:
         raise type(error)(f"cannot load {place}: {error}") from error
-    return _Job(opened, wanted, [(value, index.tensors[name]) for name, value in buffers.items()])
+    return opened, wanted, buffers
 
 
-def _read(job: _Job, optimizers: Optimizers, keep_groups: bool) -> None:
+def _read(
+    opened: Opened, wanted: list[_Wanted], buffers: dict[str, Tensor], optimizers: Optimizers, keep_groups: bool
+) -> None:
+    index = opened.index
     # Parameters that are not split are read by every rank.
-    is_shared = any(want.state.flat.depth_of_master == 0 for want in job.wanted)
-    with job.opened.reader(is_shared) as reader:
+    is_shared = any(want.state.flat.depth_of_master == 0 for want in wanted)
+    with opened.reader(is_shared) as reader:
 
         def read(want: _Wanted, key: str | None, row: Tensor) -> None:
             stored, interval = want.part(key)
             reader.read(stored, interval.start, row)
 
         # The plan has the order of the reads below.
-        keys = [(None, *(want.saved.stored_state if optimizers else ())) for want in job.wanted]
-        params = (want.part(key) for want, own in zip(job.wanted, keys, strict=True) for key in own)
-        reader.plan(chain(params, ((stored, Interval(0, stored.num_elems)) for _, stored in job.buffers)))
-        for want in job.wanted:
+        params = ((want, key) for want in wanted for key in (None, *(want.saved.stored_state if optimizers else ())))
+        others = ((index.tensors[name], Interval(0, value.numel())) for name, value in buffers.items())
+        reader.plan(chain((want.part(key) for want, key in params), others))
+        for want in wanted:
             want.state.fill_master(want.state.held[want.number], partial(read, want, None))
             if want.home is not None:
                 optimizer_state.restore_state(want.home, want.resting, want.saved, partial(read, want))
-        for state in dict.fromkeys(want.state for want in job.wanted):
+        for state in dict.fromkeys(want.state for want in wanted):
             state.publish()
-        for buffer, stored in job.buffers:
+        for name, buffer in buffers.items():
             row = torch.empty(buffer.numel(), dtype=buffer.dtype, device=buffer.device)
-            reader.read(stored, 0, row)
+            reader.read(index.tensors[name], 0, row)
             buffer.copy_(row.view(buffer.shape))
-    if optimizers and job.opened.index.optimizer is not None:
-        optimizer_state.restore_optimizers(optimizers, job.opened.index.optimizer, keep_groups)
+    if optimizers and index.optimizer is not None:
+        optimizer_state.restore_optimizers(optimizers, index.optimizer, keep_groups)
 
 
 def require_same_model(engine: Engine, buffers: Mapping[str, Tensor], index: Index, allow_rounding: bool) -> None:

@@ -25,16 +25,11 @@ from ..base.files import ALIGNMENT, OpenFile, go_direct, num_bytes_of, read_at
 from ..base.intervals import Interval, round_up
 from . import folder
 from .folder import os_errors_as
-from .index import Check, File, Index, Stored, cut, from_json
+from .index import Check, File, Index, Stored, cut, from_json, require_sound
 from .interop import dcp, deepspeed, hugging_face
 from .interop.described import Groups
 from .tensor_files import BLOCK_BYTES
 
-_LOOKED_FOR = (
-    f"shardwise ({folder.MARKER}; {folder.CHECKPOINTS}/ of a run), torch DCP ({dcp.METADATA}), Accelerate "
-    f"({dcp.MODEL_PART}), DeepSpeed ({deepspeed.LATEST}, *_model_states.pt), Hugging Face "
-    f"({', '.join(hugging_face.NAMES)})"
-)
 # In a folder of ours, none of these files is a checkpoint by itself.
 _OWN_FILE = re.compile(rf"{re.escape(folder.INDEX)}|{folder.MARKER}|rank-\d+\.safetensors")
 _MAX_OPEN = 64
@@ -211,7 +206,11 @@ def open_checkpoint(path: Path, groups: Groups = ()) -> Opened:
         if folder.find(path) is not None or (path / folder.INDEX).is_file() or not path.exists():
             path, text = folder.read_index(path)
         try:
-            return _open_others(path, groups) if text is None else Opened(path, from_json(text))
+            if text is not None:
+                return Opened(path, from_json(text))
+            opened = _open_others(path, groups)
+            require_sound(opened.index)
+            return opened
         except CheckpointError as error:
             if str(error).startswith((f"cannot read {path}", f"{path} ")):  # the message has the path already
                 raise
@@ -237,7 +236,7 @@ def _open_others(path: Path, groups: Groups) -> Opened:
     if saved:
         newest = max(saved, key=lambda place: place.stat().st_mtime).parent.parent
         raise CheckpointError(f"{path} holds runs, and is none itself: name one, the newest is {newest}")
-    raise CheckpointError(f"it holds no checkpoint of {_LOOKED_FOR}")
+    raise CheckpointError("it holds no checkpoint of shardwise, torch DCP, Accelerate, DeepSpeed or Hugging Face")
 
 
 def looks_whole(path: Path) -> bool:

@@ -221,28 +221,21 @@ def _restored(
     if type(target) is Tensor:
         read(key, target.view(-1))
         return target
-    row = torch.empty(shape.numel(), dtype=item.torch_dtype, device=resting.device)
-    read(key, row)
-    _quantise(target, row.view(shape))
-    return target
+    values = torch.empty(shape, dtype=item.torch_dtype, device=resting.device)
+    read(key, values.view(-1))
+    # torchao's levels include 1 but not -1: a block whose largest element is negative becomes smaller, by the lowest
+    # level, and would shrink again with every save. That element gets its old size back, so that values which were
+    # quantised before get the same codes again.
+    if "qmap" in target.__tensor_flatten__()[0] and target.qmap[0] < 0:
+        blocks = values.view(-1, target.block_size)
+        low, high = blocks.amin(1, keepdim=True), blocks.amax(1, keepdim=True)
+        lowest = (blocks == low) & (-low >= high)
+        values = torch.where(lowest, blocks / -target.qmap[0], blocks).view(values.shape)
+    target.copy_(values)
+    return target  # type: ignore[no-any-return]
 
 
 def _device_of_steps(home: Home, resting: Tensor) -> torch.device:
     """Return the device of a count of steps, as torch loads it: the host, unless the update reads it on the device."""
     settings = home.settings
     return resting.device if settings.get("capturable") or settings.get("fused") else torch.device("cpu")
-
-
-def _quantise(target: Any, values: Tensor) -> None:
-    """Quantise so that values which were quantised before get the same codes again.
-
-    torchao's levels include 1 but not -1: a block whose largest element is negative becomes smaller, by the lowest
-    level, and would shrink again with every save. So that element gets its old size back.
-    """
-    names, _ = target.__tensor_flatten__()
-    if "qmap" in names and target.qmap[0] < 0:
-        blocks = values.view(-1, target.block_size)
-        low, high = blocks.amin(1, keepdim=True), blocks.amax(1, keepdim=True)
-        lowest = (blocks == low) & (-low >= high)
-        values = torch.where(lowest, blocks / -target.qmap[0], blocks).view(values.shape)
-    target.copy_(values)

@@ -219,8 +219,7 @@ def lay_out(sources: Sequence[Source], metadata: Mapping[str, str] | None = None
         end += source.num_bytes
     text = json.dumps(header).encode()
     if len(text) > MAX_HEADER_BYTES:
-        sizes = f"would have {len(text):,} bytes, and readers take {MAX_HEADER_BYTES:,} at most"
-        raise CheckpointError(f"{len(sources):,} tensors in one file: its header {sizes}")
+        raise CheckpointError(f"{len(sources):,} tensors in one file: its header exceeds {MAX_HEADER_BYTES:,} bytes")
     text += b" " * (-len(text) % 8)
     first = torch.frombuffer(bytearray(len(text).to_bytes(8, "little") + text), dtype=torch.uint8)
     data = first.numel()

@@ -125,9 +125,9 @@ def require_free(folder: Path, is_overwriting: bool, *sources: Path, replaces_ow
 
     Without `replaces_own`, a folder that we exported may only be replaced with `is_overwriting`.
     """
-    place = Path(os.path.realpath(folder))
     for source in sources:
-        if place in (Path(os.path.realpath(source)), *Path(os.path.realpath(source)).parents):
+        real = Path(os.path.realpath(source))  # not Path.resolve, which raises in a circle of links
+        if Path(os.path.realpath(folder)) in (real, *real.parents):
             raise ConfigurationError(f"{folder} would be replaced, and {source} is read from it: name another folder")
     if not folder.exists():
         return

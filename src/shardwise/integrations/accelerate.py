@@ -31,8 +31,9 @@ from ..checkpoint.saving import save
 from ..core.engine.guards import engine_of, find_engine
 from ..core.mesh import everyone, init
 from ..core.optim.sharded_optimizer import ShardedOptimizer
+from ..core.precision import DTYPES, precision_of
 from .arguments import refuse_keywords, refuse_surroundings
-from .prepare import WORDS, refuse_contradiction, refuse_unknown, shard_for_script
+from .prepare import WORDS, refuse_unknown, shard_for_script
 
 
 class PreparedOptimizer(AcceleratedOptimizer):  # type: ignore[misc]  # Accelerate has no annotations
@@ -57,7 +58,10 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # Accelerate h
         refuse_keywords(own.bind(*args, **keywords).arguments)
         super().__init__(*args, **keywords)
         refuse_surroundings(self.distributed_type, self.state.dynamo_plugin)
-        refuse_contradiction(self._words, self.state.mixed_precision)
+        precision, mixed = self._words.get("precision"), self.state.mixed_precision
+        if precision is not None and mixed != "no" and precision_of(precision, None).products != DTYPES[mixed]:
+            both = f"precision={precision!r} and mixed_precision={mixed!r} (or bf16=, fp16=, `accelerate launch`)"
+            raise ConfigurationError(f"{both} contradict each other: leave one of them out")
         timeout = None if self.init_handler is None else self.init_handler.timeout.total_seconds()
         init(device=self.device, timeout_s=timeout)
         if everyone().num_ranks != self.num_processes:
@@ -133,8 +137,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # Accelerate h
         """The optimizer of the model with exactly these parameters."""
         given = {parameters} if isinstance(parameters, Tensor) else set(parameters)
         if not self.sync_gradients:
-            what = f"{verb} before the last micro-batch, when gradients are not reduced yet"
-            raise StateError(f"{what}: write `if accelerator.sync_gradients:` above it")
+            raise StateError(f"{verb} before the last micro-batch: write `if accelerator.sync_gradients:` above it")
         for model, optimizer in self._sharded():
             trained = {param for param in model.parameters() if param.requires_grad}
             if optimizer is not None and trained == {param for param in given if param.requires_grad}:

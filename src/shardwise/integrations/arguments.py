@@ -23,7 +23,7 @@ _CONDITIONS: dict[str, Callable[[Any], bool]] = {
     "gradient_checkpointing_kwargs": lambda value: bool((value or {}).get("use_reentrant")),
     "optim": lambda value: str(getattr(value, "value", value)).endswith("lomo"),
 }
-_OF_DDP = ("ddp_find_unused_parameters", "ddp_bucket_cap_mb", "ddp_broadcast_buffers", "ddp_static_graph")
+OF_DDP = ("ddp_find_unused_parameters", "ddp_bucket_cap_mb", "ddp_broadcast_buffers", "ddp_static_graph")
 
 
 @cache
@@ -70,8 +70,3 @@ def refuse_arguments(args: Any) -> None:
         value = getattr(args, name, None)
         if value is not None and _CONDITIONS.get(name, bool)(value):
             raise ConfigurationError(f"TrainingArguments({name}={value!r}) {reason.format(value=value)}")
-
-
-def without_effect(args: Any) -> list[str]:
-    """Arguments that were given but have no effect here."""
-    return [f"{name}={getattr(args, name)}" for name in _OF_DDP if getattr(args, name) is not None]

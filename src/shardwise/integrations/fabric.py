@@ -54,8 +54,7 @@ class ShardwiseStrategy(DDPStrategy):
         self, module: nn.Module, optimizers: list[torch.optim.Optimizer], scheduler: Any = None
     ) -> Any:
         if len(optimizers) != 1:
-            what = f"fabric.setup with {len(optimizers)} optimizers"
-            raise ConfigurationError(f"{what}: a model has one; pass all parameter groups to it")
+            raise ConfigurationError(f"fabric.setup with {len(optimizers)} optimizers: pass all groups to one")
         return module, [shard_for_script(module, optimizers[0], self._words, "no")], scheduler
 
     def setup_module(self, module: nn.Module) -> Any:
@@ -63,8 +62,7 @@ class ShardwiseStrategy(DDPStrategy):
         return module
 
     def setup_optimizer(self, optimizer: torch.optim.Optimizer) -> NoReturn:
-        fix = "write model, optimizer = fabric.setup(model, optimizer)"
-        raise ConfigurationError(f"fabric.setup_optimizers: an optimizer is sharded with its model; {fix}")
+        raise ConfigurationError("fabric.setup_optimizers: write model, optimizer = fabric.setup(model, optimizer)")
 
     # the step
 

@@ -15,7 +15,6 @@ from ..api.preparation import checksum
 from ..api.sharding import shard
 from ..base.errors import ConfigurationError, did_you_mean
 from ..core.mesh import device, everyone
-from ..core.precision import DTYPES, precision_of
 from ..core.schedule.units import find_blocks
 from ..core.wire.collectives import broadcast_from_first, exchange
 
@@ -30,16 +29,6 @@ def refuse_unknown(where: str, words: Iterable[str], known: Iterable[str] = WORD
     """Raise ConfigurationError for an unknown keyword."""
     for word in sorted(set(words) - set(known)):
         raise ConfigurationError(f"{where}: unknown keyword {word!r}; {did_you_mean(word, known)}")
-
-
-def refuse_contradiction(words: Mapping[str, Any], mixed_precision: str) -> None:
-    """Raise ConfigurationError if `precision` and `mixed_precision` disagree."""
-    precision = words.get("precision")
-    if precision is None or mixed_precision == "no":
-        return
-    if precision_of(precision, None).products != DTYPES[mixed_precision]:
-        both = f"precision={precision!r} and mixed_precision={mixed_precision!r} (or bf16=, fp16=, `accelerate launch`)"
-        raise ConfigurationError(f"{both} contradict each other: leave one of them out")
 
 
 def shard_for_script(

@@ -28,7 +28,7 @@ from ..checkpoint.saving import save, together
 from ..core.engine.guards import find_engine
 from ..core.mesh import init, is_first, patient_hosts
 from .accelerate import Accelerator
-from .arguments import refuse_arguments, without_effect
+from .arguments import OF_DDP, refuse_arguments
 from .prepare import refuse_unknown
 
 logger = logging.getLogger("shardwise")
@@ -64,7 +64,7 @@ class _ShardedTrainer(Trainer):
         self.gather_function = functools.partial(
             self.accelerator.gather_for_metrics, use_gather_object=self.args.eval_use_gather_object
         )
-        idle = without_effect(self.args)
+        idle = [f"{name}={value}" for name in OF_DDP if (value := getattr(self.args, name)) is not None]
         if idle and is_first():
             logger.warning("%s: for DistributedDataParallel, no effect here", ", ".join(idle))
 

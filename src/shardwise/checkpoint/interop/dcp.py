@@ -46,7 +46,7 @@ def _add(found: Described, inside: str) -> str:
     source = found.source(f"{inside}{METADATA}")
     try:
         content = source.read_all(pickles.MAX_PICKLE_BYTES)
-        metadata = _Metadata(found, inside, pickles.read(content, _no_storage))
+        metadata = _Metadata(found, inside, pickles.read(content))
         optimizer = []
         splits = {key: _split(metadata.paths.get(key, (key,))) for key in metadata.entries}
         # Tensors that are in no mapping are the model's, if nothing else is.
@@ -66,10 +66,6 @@ def _add(found: Described, inside: str) -> str:
     except CheckpointError as error:
         raise CheckpointError(f"{source.path}: {error}") from error
     return metadata.version
-
-
-def _no_storage(identity: Any) -> Any:
-    raise CheckpointError("a pickle asks for a storage where there is none")
 
 
 class _Metadata:

@@ -78,8 +78,9 @@ def _files(folder: Path) -> tuple[list[str], list[str]]:
         if name is None:
             continue
         if int(name[2]):
-            what = f"{entry.name} is of tensor parallelism, which is not read here"
-            raise CheckpointError(f"{what}: convert the checkpoint to one part with DeepSpeed's own tools")
+            raise CheckpointError(
+                f"{entry.name} is of tensor parallelism: convert it to one part with DeepSpeed's tools"
+            )
         found[name[3]][int(name[1] or 0)] = entry.name
     for kind, names in found.items():
         if sorted(names) != list(range(len(names))):
@@ -136,7 +137,14 @@ def _add_trained(found: Described, model: Any, parts: Sequence[Any], stage: int)
             begin += _length(shape, rows) + padding
     for settings in found.groups:
         settings.pop("step", None)
-    found.scaler = _scaler(parts[0].get("loss_scaler"), model)
+    scaler = parts[0].get("loss_scaler")
+    if isinstance(scaler, Record) and scaler.get("dynamic"):
+        steps = scaler.get("cur_iter", 0) - scaler.get("last_overflow_iter", -1) - 1
+        found.scaler = {
+            "scale": float(scaler.get("cur_scale")),
+            "good_steps": float(steps % scaler.get("scale_window", 1000)),
+            "num_skipped": float(model.get("skipped_steps", 0)),
+        }
 
 
 def _state(found: Described, states: Sequence[Any]) -> tuple[dict[str, list[Stored]], dict[str, Stored | Plain]]:
@@ -156,14 +164,6 @@ def _row(found: Described, value: Any) -> Stored:
     if len(row.shape) != 1 or len(row.pieces) > 1:
         raise ValueError("a part of a flat group that does not lie in one place")
     return row
-
-
-def _scaler(given: Any, model: Any) -> dict[str, float] | None:
-    if not isinstance(given, Record) or not given.get("dynamic"):
-        return None
-    good_steps = (given.get("cur_iter", 0) - given.get("last_overflow_iter", -1) - 1) % given.get("scale_window", 1000)
-    skipped = float(model.get("skipped_steps", 0))
-    return {"scale": float(given.get("cur_scale")), "good_steps": float(good_steps), "num_skipped": skipped}
 
 
 def _add_others(found: Described, models: Sequence[Any], stage: int) -> None:

@@ -18,22 +18,7 @@ from typing import Any
 import torch
 
 from ...base.errors import CheckpointError
-from ..index import (
-    DTYPES,
-    NAMES,
-    File,
-    Index,
-    Kind,
-    Optimizer,
-    Piece,
-    Plain,
-    Saved,
-    Stored,
-    in_words,
-    require_inside,
-    require_sound,
-    text,
-)
+from ..index import NAMES, File, Index, Kind, Optimizer, Piece, Plain, Saved, Stored, in_words, require_inside, text
 from .archives import NumberedFile
 from .pickles import Strided
 
@@ -46,8 +31,6 @@ _MAX_OPEN = 64
 MAX_RUNS = 1 << 20
 # Names of parameters, by group of an optimizer, in its order.
 Groups = Sequence[Sequence[str]]
-# The keys of a group that are not settings.
-_MEMBERS = ("params", "param_names")
 
 
 @dataclass(slots=True)
@@ -113,7 +96,7 @@ def describing(folder: Path, what: str) -> Iterator[Described]:
 
 
 def index_of(found: Described, origin: Mapping[str, str]) -> Index:
-    """Return a checked index; raise CheckpointError where it is not sound."""
+    """Combine the parts to an index, which is not checked yet."""
     if not found.tensors:
         raise CheckpointError("it holds no tensor of a model")
     is_replica = all(name.startswith(_REPLICA) for name in found.tensors)
@@ -142,9 +125,7 @@ def index_of(found: Described, origin: Mapping[str, str]) -> Index:
         raise CheckpointError(f"its optimizer has state of {lost[0]!r}, and its model has no such parameter")
     optimizer = Optimizer("", tuple(found.groups), found.scaler) if found.groups else None
     words = {**origin, **({"left out": "; ".join(list(found.left_out)[:_MAX_LISTED])} if found.left_out else {})}
-    index = Index(tuple(found.files.values()), tensors, optimizer, dict(found.extra), words)
-    require_sound(index)
-    return index
+    return Index(tuple(found.files.values()), tensors, optimizer, dict(found.extra), words)
 
 
 def add_model(found: Described, values: Any) -> None:
@@ -185,7 +166,7 @@ def _member(name: Any) -> str:
 def settings_of(found: Described, group: Mapping[str, Any]) -> dict[str, Any]:
     settings = {}
     for key, value in group.items():
-        if key in _MEMBERS:
+        if key in ("params", "param_names"):
             continue
         try:
             settings[text(key)] = _plain(found, value)
@@ -230,18 +211,16 @@ def version_text(value: Any) -> str:
 def stored_of(tensor: Strided, budget: Budget) -> Stored:
     """Locate the elements of a tensor, in row-major order."""
     if tensor.dtype not in NAMES:
-        raise CheckpointError(f"a tensor of {tensor.dtype}, which is not known here: {', '.join(DTYPES)}")
-    pieces: Iterable[Piece] = ()
-    if prod(tensor.shape):
-        run, places = _runs(tensor.shape, tensor.stride, budget)
-        pieces = (
-            Piece(tensor.file, tensor.offset + place * tensor.dtype.itemsize, number * run, (number + 1) * run)
-            for number, place in enumerate(places)
-        )
+        raise CheckpointError(f"a tensor of {tensor.dtype}, which is not known here")
+    run, places = _runs(tensor.shape, tensor.stride, budget) if prod(tensor.shape) else (0, ())
+    pieces = (
+        Piece(tensor.file, tensor.offset + place * tensor.dtype.itemsize, number * run, (number + 1) * run)
+        for number, place in enumerate(places)
+    )
     return Stored(tensor.shape, NAMES[tensor.dtype], tuple(pieces))
 
 
-def _runs(shape: tuple[int, ...], stride: Sequence[int], budget: Budget, cuts: int = 0) -> tuple[int, Iterator[int]]:
+def _runs(shape: tuple[int, ...], stride: Sequence[int], budget: Budget, cuts: int = 0) -> tuple[int, Iterable[int]]:
     """Return the length of contiguous runs of elements, and where each begins, in row-major order."""
     dims = [(length, step) for length, step in zip(shape, stride, strict=True) if length != 1]
     run = 1

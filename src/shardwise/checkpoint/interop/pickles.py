@@ -85,7 +85,11 @@ class Strided:
     stride: tuple[int, ...]
 
 
-def read(data: bytes, find_storage: Callable[[Any], Any]) -> Any:
+def _no_storage(identity: Any) -> Any:
+    raise CheckpointError("a pickle asks for a storage where there is none")
+
+
+def read(data: bytes, find_storage: Callable[[Any], Any] = _no_storage) -> Any:
     """Return the value of a pickle. `find_storage` maps a persistent id to data outside of the pickle."""
     if len(data) > MAX_PICKLE_BYTES:
         raise CheckpointError(f"a pickle has {len(data)} bytes, and at most {MAX_PICKLE_BYTES} are read")
