@@ -6,8 +6,8 @@ bytes at a place in a file. So the index does not depend on layouts and ranks, a
 """
 
 import json
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field, fields
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, fields, replace
 from math import inf, prod
 from pathlib import PurePosixPath
 from typing import Any, Literal, NamedTuple
@@ -109,6 +109,15 @@ class Saved(Stored):
     def stored_state(self) -> dict[str, Stored]:
         """Return the tensors of the optimizer's state."""
         return {key: item for key, item in self.state.items() if isinstance(item, Stored)}
+
+    def stored(self, key: str | None) -> Stored:
+        """Return the tensor itself, or the one of the state under `key`."""
+        return self if key is None else self.stored_state[key]
+
+    def with_pieces(self, pieces: Mapping[str | None, tuple[Piece, ...]]) -> "Saved":
+        """Return it with other pieces: its own under None, and those of the state by key."""
+        state = {key: replace(item, pieces=pieces.get(key, ())) for key, item in self.stored_state.items()}
+        return replace(self, pieces=pieces.get(None, ()), state={**self.state, **state})
 
     def is_split(self, key: str) -> bool:
         """Return whether a tensor of state is shaped, and so cut, like the parameter. A count of steps never is."""

@@ -83,7 +83,7 @@ class _Wanted:
 
     def part(self, key: str | None) -> tuple[Stored, Interval]:
         """Return the elements to read, of the parameter or of the optimizer's state under `key`."""
-        stored = self.saved if key is None else self.saved.stored_state[key]
+        stored = self.saved.stored(key)
         is_split = key is None or self.saved.is_split(key)
         return stored, self.interval if is_split else Interval(0, stored.num_elems)
 

@@ -232,7 +232,7 @@ def _restored(
         lowest = (blocks == low) & (-low >= high)
         values = torch.where(lowest, blocks / -target.qmap[0], blocks).view(values.shape)
     target.copy_(values)
-    return target  # type: ignore[no-any-return]
+    return target
 
 
 def _device_of_steps(home: Home, resting: Tensor) -> torch.device:

@@ -42,7 +42,7 @@ from . import folder
 from .index import FORMAT, Check, File, Index, Saved, require_sound, to_json
 from .optimizer_state import Optimizers, own_optimizers
 from .share import Share, merge_shares, share_of
-from .tensor_files import Source, check_bytes, lay_out, state_key, write_file, write_pieces
+from .tensor_files import Source, check_bytes, lay_out, whole_name, write_file, write_pieces
 
 _ALIGNMENT_BYTES = 64
 WHOLE_FILES = ("model.safetensors", "optimizer.safetensors")
@@ -167,7 +167,7 @@ def _write_own_file(into: Path, rank: int, share: Share) -> _Written:
 
 def _write_whole(into: Path, tensors: Mapping[str, Saved], share: Share, is_first: bool) -> _Written:
     """Write this rank's parts into the shared files; the first rank writes their headers as well."""
-    state = {state_key(key, name): item for name, saved in tensors.items() for key, item in saved.stored_state.items()}
+    state = {whole_name(key, name): item for name, saved in tensors.items() for key, item in saved.stored_state.items()}
     placed, files = [], []
     # There is a second file only if the optimizer has tensors.
     for number, stored in enumerate((tensors, state) if state else (tensors,)):
@@ -175,8 +175,8 @@ def _write_whole(into: Path, tensors: Mapping[str, Saved], share: Share, is_firs
         layout, path = lay_out(sources, {"format": "pt"}), into / WHOLE_FILES[number]
         here = []
         for portion in (portion for portion in share.portions if number == (portion.key is not None)):
-            label = portion.tensor if portion.key is None else state_key(portion.key, portion.tensor)
-            offset = layout.offsets[label] + portion.start * portion.dtype.itemsize
+            whole = layout.offsets[whole_name(portion.key, portion.tensor)]
+            offset = whole + portion.start * portion.dtype.itemsize
             here.append((portion, portion.piece(number, offset)))
         rows = ((piece.offset, row) for portion, piece in here for row in portion.checked_rows())
         header = [(0, layout.header)] if is_first else []

@@ -57,15 +57,10 @@ class Share:
 
     def with_pieces(self, placed: Iterable[tuple[Portion, Piece]]) -> dict[str, Saved]:
         """Return the tensors with the pieces that were written."""
-        tensors = dict(self.tensors)
+        pieces: dict[str, dict[str | None, tuple[Piece, ...]]] = {name: {} for name in self.tensors}
         for portion, piece in placed:
-            saved = tensors[portion.tensor]
-            if portion.key is None:
-                tensors[portion.tensor] = replace(saved, pieces=(piece,))
-            else:
-                item = replace(saved.stored_state[portion.key], pieces=(piece,))
-                tensors[portion.tensor] = replace(saved, state=saved.state | {portion.key: item})
-        return tensors
+            pieces[portion.tensor][portion.key] = (piece,)
+        return {name: saved.with_pieces(pieces[name]) for name, saved in self.tensors.items()}
 
 
 def share_of(engine: Engine, model: nn.Module, optimizers: Optimizers, extra: dict[str, Any]) -> Share:
@@ -159,11 +154,8 @@ def _merged(name: str, parts: list[Saved]) -> Saved:
     if any(form != forms[0] for form in forms):
         both = " on one rank and ".join(dict.fromkeys(str(sorted(form)) for form in forms))
         raise CheckpointError(f"the optimizer's state of parameter {name!r} is {both}: such state cannot be merged")
-    stored = {
-        key: replace(item, pieces=_joined([part.stored_state[key] for part in parts]))
-        for key, item in first.stored_state.items()
-    }
-    return replace(first, pieces=_joined(parts), state={**first.state, **stored})
+    keys = (None, *first.stored_state)
+    return first.with_pieces({key: _joined([part.stored(key) for part in parts]) for key in keys})
 
 
 def _joined(parts: Sequence[Stored]) -> tuple[Piece, ...]:

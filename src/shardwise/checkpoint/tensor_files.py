@@ -187,9 +187,9 @@ class Source:
             raise CheckpointError(f"{self.name!r} was announced with {self.num_bytes} bytes and has {num_bytes}")
 
 
-def state_key(key: str, name: str) -> str:
-    """Return the name that whole optimizer state has in a file."""
-    return f"{key}/{name}"
+def whole_name(key: str | None, name: str) -> str:
+    """Return the name that a whole tensor has in a file: one of the model, or of the optimizer's state under `key`."""
+    return name if key is None else f"{key}/{name}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,9 +24,9 @@ from ..base.intervals import Interval
 from ..version import VERSION
 from . import folder
 from .folder import os_errors_as, partial_of, put_in_place, sync
-from .index import File, Index, Stored, one_piece, require_sound, to_json
+from .index import File, Index, Piece, Stored, one_piece, require_sound, to_json
 from .opened import Opened, Reader
-from .tensor_files import Layout, OnBytes, Source, lay_out, state_key, write_file
+from .tensor_files import Layout, OnBytes, Source, lay_out, whole_name, write_file
 
 MAX_FILE_BYTES = 5 * 10**9  # as Hugging Face's libraries do
 WEIGHTS_INDEX = "model.safetensors.index.json"
@@ -156,24 +156,23 @@ def write_own(opened: Opened, path: Path, max_bytes: int | None, on_bytes: OnByt
         files: list[File] = []
         places: dict[tuple[str, str], tuple[int, int]] = {}
         with opened.reader() as reader:
-            weights = [stored_source(name, reader, saved) for name, saved in index.tensors.items()]
-            state = [
-                stored_source(state_key(key, name), reader, item)
-                for name, saved in index.tensors.items()
-                for key, item in saved.stored_state.items()
-            ]
-            for stem, sources in (("model", weights), *([("optimizer", state)] if state else [])):
-                more, offsets = _write_files(into, stem, sources, max_bytes, on_bytes, is_summed=True)
-                places |= {(stem, name): (len(files) + number, at) for name, (number, at) in offsets.items()}
-                files += more
+            for stem in ("model", "optimizer"):
+                sources = [
+                    stored_source(whole_name(key, name), reader, saved.stored(key))
+                    for name, saved in index.tensors.items()
+                    for key in ((None,) if stem == "model" else saved.stored_state)
+                ]
+                if sources or stem == "model":
+                    more, offsets = _write_files(into, stem, sources, max_bytes, on_bytes, is_summed=True)
+                    places |= {(stem, name): (len(files) + number, at) for name, (number, at) in offsets.items()}
+                    files += more
         tensors = {}
         for name, saved in index.tensors.items():
-            items = {
-                key: replace(item, pieces=one_piece(*places["optimizer", state_key(key, name)], item.num_elems))
-                for key, item in saved.stored_state.items()
-            }
-            pieces = one_piece(*places["model", name], saved.num_elems)
-            tensors[name] = replace(saved, pieces=pieces, state={**saved.state, **items})
+            pieces: dict[str | None, tuple[Piece, ...]] = {}
+            for key in (None, *saved.stored_state):
+                place = places["model" if key is None else "optimizer", whole_name(key, name)]
+                pieces[key] = one_piece(*place, saved.stored(key).num_elems)
+            tensors[name] = saved.with_pieces(pieces)
         made = Index(tuple(files), tensors, index.optimizer, index.extra, {**index.origin, **_converted()})
         require_sound(made)
         folder.complete(path, to_json(made))
