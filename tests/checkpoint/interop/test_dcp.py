@@ -192,7 +192,7 @@ def be_something_else(metadata: Any) -> None:
 
 
 WRONG: dict[str, tuple[Callable[[Any], None], str]] = {
-    "leads out": (lead_out, "'../x/__0_0.distcp' is named, which is not inside"),
+    "leads out": (lead_out, "'../x/__0_0.distcp', which is not inside"),
     "beyond": (point_beyond, "is .* bytes long, not"),
     "a gap": (overlap, "has pieces for 3 of the 6 elements of 'a'"),
     "a dtype": (lie_about_the_dtype, r"'model.a' has no torch.float64 \(3,\) at \(0,\) in its file"),
