@@ -169,7 +169,9 @@ class Reader:
 
     def __exit__(self, *exception: object) -> None:
         self._threads.shutdown()
+        # The caches refer to this object, which would keep its files and memory until the next garbage collection.
         self._opened.cache_clear()
+        self._reads.clear()
 
 
 def _read(file: OpenFile, block: Check, is_summed: bool, memory: mmap.mmap) -> Tensor:

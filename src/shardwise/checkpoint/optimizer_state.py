@@ -80,10 +80,11 @@ def describe_optimizers(optimizers: Optimizers) -> Optimizer | None:
     groups = []
     for group in _groups_of(optimizers):
         plain = {}
-        for key in (key for key in group if key not in _RUNTIME_SETTINGS):
+        for key, value in group.items():
             # The running program sets values that JSON cannot hold (a function, for example).
             with suppress(TypeError, ValueError, RuntimeError):
-                plain[key] = json.loads(json.dumps(group[key], default=Tensor.item))
+                if key not in _RUNTIME_SETTINGS and isinstance(value, (Tensor, list, tuple, Plain)):
+                    plain[key] = json.loads(json.dumps(value, default=Tensor.item))
         groups.append(plain)
     # All optimizers share one scaler.
     scaler = optimizers[0].scaler

@@ -136,9 +136,8 @@ def _parts(index: Index) -> list[list[tuple[str, int, Stored]]]:
     files: list[list[tuple[str, int, Stored]]] = [[] for _ in index.files]
     for name, stored in index.every_stored():
         if stored.torch_dtype.is_floating_point or stored.torch_dtype.is_complex:
-            for file, offset, start, stop in stored.pieces:
-                num_elems = stop - start
-                part = Stored((num_elems,), stored.dtype, one_piece(file, offset, num_elems))
+            for file, offset, start, stop in (piece for piece in stored.pieces if piece.stop > piece.start):
+                part = Stored((stop - start,), stored.dtype, one_piece(file, offset, stop - start))
                 files[file].append((name, start, part))
     for number, (about, parts) in enumerate(zip(index.files, files, strict=True)):
         spans = sorted((part.pieces[0].offset, part.num_bytes) for _, _, part in parts)
