@@ -30,6 +30,11 @@ from .interop import dcp, deepspeed, hugging_face
 from .interop.described import Groups
 from .tensor_files import BLOCK_BYTES
 
+_LOOKED_FOR = (
+    f"shardwise ({folder.MARKER}; {folder.CHECKPOINTS}/ of a run), torch DCP ({dcp.METADATA}), Accelerate "
+    f"({dcp.MODEL_PART}), DeepSpeed ({deepspeed.LATEST}, *_model_states.pt), Hugging Face "
+    f"({', '.join(hugging_face.NAMES)})"
+)
 # In a folder of ours, none of these files is a checkpoint by itself.
 _OWN_FILE = re.compile(rf"{re.escape(folder.INDEX)}|{folder.MARKER}|rank-\d+\.safetensors")
 _MAX_OPEN = 64
@@ -238,7 +243,7 @@ def _open_others(path: Path, groups: Groups) -> Opened:
     if saved:
         newest = max(saved, key=lambda place: place.stat().st_mtime).parent.parent
         raise CheckpointError(f"{path} holds runs, and is none itself: name one, the newest is {newest}")
-    raise CheckpointError("it holds no checkpoint of shardwise, torch DCP, Accelerate, DeepSpeed or Hugging Face")
+    raise CheckpointError(f"it holds no checkpoint of {_LOOKED_FOR}")
 
 
 def looks_whole(path: Path) -> bool:
