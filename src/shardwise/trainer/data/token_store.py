@@ -188,7 +188,7 @@ def _write_description(
     hashes = [*token_hashes]
     for path in (folder / "tokens.bin", folder / "documents.bin", folder / "trained.bin"):
         if path.exists():
-            with path.open("rb") as file:
+            with path.open("r+b") as file:  # some file systems flush only files that are open for writing
                 os.fsync(file.fileno())
                 hashes.append(hashlib.file_digest(file, "sha256").hexdigest())
     digest = hashlib.sha256(" ".join(hashes).encode()).hexdigest()

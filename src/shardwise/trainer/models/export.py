@@ -189,16 +189,14 @@ def _write_adapter_config(model: Any, folder: Path, base: str | None) -> None:
 
 
 def _write_tokenizer(facts: ModelFacts, folder: Path) -> None:
-    name = facts.tokenizer
-    if name == BYTES.name:
+    source = Path(facts.tokenizer).expanduser()
+    if facts.tokenizer == BYTES.name:
         write_byte_tokenizer(folder, facts.max_seq)
-        return
-    source = Path(name).expanduser()
-    if not source.is_dir():
+    elif source.is_dir():
+        for path in tokenizer_files(source):
+            copy_one: Callable[..., Any] = shutil.copytree if path.is_dir() else shutil.copyfile
+            copy_one(path, folder / path.name)
+    else:
         from transformers import AutoTokenizer
 
-        AutoTokenizer.from_pretrained(name, trust_remote_code=False).save_pretrained(folder)
-        return
-    for path in tokenizer_files(source):
-        copy_one: Callable[..., Any] = shutil.copytree if path.is_dir() else shutil.copyfile
-        copy_one(path, folder / path.name)
+        AutoTokenizer.from_pretrained(facts.tokenizer, trust_remote_code=False).save_pretrained(folder)
