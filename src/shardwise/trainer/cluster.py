@@ -4,8 +4,7 @@
 to find each other. A batch script that calls no `srun` is an ordinary process on the first node.
 
 The files to submit run the command that made them, once per machine. They give the run time to save before it is ended,
-and resume from its last checkpoint when it is started again. Facts that only the cluster's users know (accounts,
-images, volumes, hours) are at the top, or are marked EDIT.
+and resume from its last checkpoint when it is started again.
 """
 
 import json

@@ -43,7 +43,7 @@ from .run_plan import RunPlan
 if TYPE_CHECKING:
     from .run_state import Run
 
-SET_UP, PEAK = "the set-up", "the peak"
+SET_UP = "the set-up"
 NUM_LARGEST = 5
 # From these shares of memory on, fragmentation, or one large unit, is reported as the cause.
 FRAGMENTED_SHARE, ONE_UNIT_SHARE = 0.1, 0.5
@@ -127,7 +127,9 @@ def _report(error: BaseException, context: FailureContext) -> dict[str, Any]:
         "asked_bytes": asked_bytes,
         "seen": {} if held is None else held.by_class(),
         "planned": expected,
-        "planned_peak": None if planned is None or planned.note else sum(_expected(planned, PEAK).values()),
+        "planned_peak": None
+        if planned is None or planned.note
+        else sum(_expected(planned, planned.entry.memory.peak.name).values()),
         "pool": None if pool is None else asdict(pool),
         "largest": _largest_blocks(engine, context.optimizer),
         "blame": cause_of(held, expected, pool, asked_bytes, planned),

@@ -318,7 +318,8 @@ def _num_steps(settings: Settings, checked: Checked, num_samples: int, resumed: 
     before = resumed.global_batch_size or batching.global_size
     if settings.global_batch_size is None and before != batching.global_size:
         raise ConfigurationError(
-            f"the checkpoint has a global batch of {before} samples, now it is {batching}: set --global-batch-size"
+            f"the checkpoint has a global batch of {before} samples, now it is {batching.global_size} (on "
+            f"{batching.num_ranks} ranks): set --global-batch-size"
         )
     if num_steps is None:
         epochs = 1.0 if settings.num_train_epochs is None else settings.num_train_epochs

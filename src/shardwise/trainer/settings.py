@@ -232,10 +232,6 @@ class Batching:
         starts = range(first, first + self.num_micro * self.micro_size, self.micro_size)
         return [samples[start : start + self.micro_size] for start in starts]
 
-    def __str__(self) -> str:
-        ranks = f"{self.global_size} = {self.num_ranks} ranks"
-        return f"{ranks} x {self.num_micro} micro-batches x {self.micro_size} samples"
-
 
 def batching_of(settings: Settings, num_ranks: int) -> Batching:
     """Complete the batch sizes that were given, or refuse them with the whole equation."""

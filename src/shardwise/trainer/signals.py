@@ -18,6 +18,7 @@ import signal
 import sys
 import time
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any, TextIO
@@ -32,26 +33,21 @@ ONE_CTRL_C_S = 1.0
 CHECK_FILES_S = 0.2  # the run folder may be on a network
 
 
+@dataclass(slots=True)
 class _Received:
     """Signals that this process has received since `listen`."""
 
-    def __init__(self) -> None:
-        self.has_launcher = False
-        self.stop: int | None = None
-        self.interrupted_s: float | None = None
+    has_launcher: bool = False
+    stop: int | None = None
+    interrupted_s: float | None = None
 
-    def request_stop(self, code: int) -> None:
-        self.stop = self.stop or code
-
-    def handle(self, number: int, _: FrameType | None) -> None:
-        self.request_stop(INTERRUPTED if number == signal.SIGUSR2 else TERMINATED)
-
-    def interrupt(self, number: int, frame: FrameType | None) -> None:
-        now = time.monotonic()
-        self.interrupted_s = self.interrupted_s or now
-        if now - self.interrupted_s > ONE_CTRL_C_S:
-            signal.default_int_handler(number, frame)
-        self.request_stop(INTERRUPTED)
+    def handle(self, number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGINT:
+            now = time.monotonic()
+            self.interrupted_s = self.interrupted_s or now
+            if now - self.interrupted_s > ONE_CTRL_C_S:
+                signal.default_int_handler(number, frame)
+        self.stop = self.stop or (INTERRUPTED if number in (signal.SIGINT, signal.SIGUSR2) else TERMINATED)
 
 
 _received = _Received()
@@ -66,7 +62,7 @@ def listen(*, has_launcher: bool) -> None:
         if signal.getsignal(number) != signal.SIG_IGN:  # nohup
             signal.signal(number, _received.handle)
     # Processes that this rank starts (compilers, a tracker's service) inherit that SIGINT is ignored, and survive too.
-    signal.signal(signal.SIGINT, signal.SIG_IGN if has_launcher else _received.interrupt)
+    signal.signal(signal.SIGINT, signal.SIG_IGN if has_launcher else _received.handle)
     # The launcher has blocked them in its ranks until now, when there is a handler.
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {*handled, signal.SIGINT})
 
@@ -93,7 +89,7 @@ class Requests:
                 save = True
             with suppress(OSError):
                 (self._folder / "STOP").unlink()
-                _received.request_stop(INTERRUPTED)
+                _received.stop = _received.stop or INTERRUPTED
         return _received.stop, save
 
 
