@@ -18,8 +18,8 @@ from ..base.errors import ConfigurationError
 from ..core.layout import AUTO as AUTO_STRATEGY
 from .account import AUTO, FALSE, TRUE, Block, Entry, shown
 from .deepspeed import read_deepspeed
-from .fsdp import FULL, REPLICATED, Read, known_keys, read_fsdp, read_groups, sharded, strategy_name
-from .migrated import Change, Migrated
+from .fsdp import FULL, REPLICATED, known_keys, read_fsdp, read_groups, set_strategy, strategy_name
+from .migrated import Change, Migrated, Original
 from .tables import apply_rules, table
 
 FSDP, DEEPSPEED = "FSDP", "DEEPSPEED"
@@ -41,15 +41,15 @@ SWITCHES = {f"ACCELERATE_USE_{kind}": kind for kind in (DEEPSPEED, FSDP, "MEGATR
 RESHARD, STRATEGY, PRECISION = "FSDP_RESHARD_AFTER_FORWARD", "FSDP_SHARDING_STRATEGY", "ACCELERATE_MIXED_PRECISION"
 
 
-def read_accelerate(top: Block, folder: Path) -> Read:
-    """Settings of the trainer, and what Accelerate would run."""
+def read_accelerate(top: Block, folder: Path) -> Original:
+    """Read the document's settings; return what Accelerate would run."""
     kind = _kind(top)
-    settings = _launch(top, kind == "NO")
+    _launch(top, kind == "NO")
     if kind == "MULTI_CPU":
-        settings["device"] = "cpu"
+        top.settings["device"] = "cpu"
     apply_rules(top, "accelerate", "top")
     apply_rules(top.inner("mpirun_config"), "accelerate", "mpirun_config")
-    settings |= _compile(top)
+    _compile(top)
     blocks = {FSDP: top.inner("fsdp_config"), DEEPSPEED: top.inner("deepspeed_config")}
     for other, block in blocks.items():
         if other != kind:
@@ -71,12 +71,11 @@ def read_accelerate(top: Block, folder: Path) -> Read:
         if top.flag("fp16"):
             top.refused("fp16", "DeepSpeed reads mixed_precision")
         top.ignored("fp16", "it is off")
-        theirs, original = _deepspeed_block(top, blocks[DEEPSPEED], folder)
-        return settings | theirs, original
+        return _deepspeed_block(top, blocks[DEEPSPEED], folder)
     fsdp = read_fsdp(blocks[FSDP], MIN_PARAMS) if kind == FSDP else None
-    settings |= _mixed_precision(top, fsdp is not None)
-    ranks = settings.get("nproc_per_node")
-    return sharded(settings, fsdp, groups, ranks and ranks * int(settings.get("nnodes", "1")), fp8)
+    _mixed_precision(top, fsdp is not None)
+    ranks = top.settings.get("nproc_per_node")
+    return set_strategy(top, fsdp, groups, ranks and ranks * int(top.settings.get("nnodes", "1")), fp8)
 
 
 def _kind(top: Block) -> str:
@@ -94,32 +93,27 @@ def _kind(top: Block) -> str:
     return kind
 
 
-def _compile(top: Block) -> dict[str, Any]:
+def _compile(top: Block) -> None:
     """`dynamo_config`, or the one key that older files have for it."""
     block = apply_rules(top.inner("dynamo_config"), "accelerate", "dynamo_config", "dynamo_")
-    settings: dict[str, Any] = {}
     for holder, key in ((top, "dynamo_backend"), (block, "dynamo_backend"), (block, "backend")):
         word = holder.text(key).upper()
         if word == "INDUCTOR":
-            settings["compile"] = True
+            top.settings["compile"] = True
         elif word not in ("", "NO"):
             holder.refused(key, "blocks are compiled by INDUCTOR only; write that, or NO")
-        holder.used(key, f"compile {'true' if 'compile' in settings else 'false'}")
-    return settings
+        holder.used(key, f"compile {'true' if 'compile' in top.settings else 'false'}")
 
 
-def _launch(top: Block, is_single: bool) -> dict[str, Any]:
+def _launch(top: Block, is_single: bool) -> None:
     """The device, the number of ranks, and where machines meet."""
-    settings: dict[str, Any] = {"device": "cpu"} if top.flag("use_cpu") else {}
-    top.used("use_cpu", f"device {settings.get('device', 'cuda, where there is one')}")
+    read_device(top, "use_cpu")
     machines = top.whole("num_machines", 1, least=1)
     if top.has("num_machines"):
-        settings["nnodes"] = str(machines)
-    top.used("num_machines", f"nnodes {machines}")
+        top.sets("num_machines", nnodes=str(machines))
     ranks = top.whole("num_processes", -1, least=-1)
     if is_single:
-        settings["nproc_per_node"] = 1
-        top.used("num_processes", "nproc_per_node 1: distributed_type NO is one process, whatever is written here")
+        top.sets("num_processes", ": distributed_type NO is one process, whatever is written here", nproc_per_node=1)
     elif ranks == 0:
         top.refused("num_processes", "it must be at least 1")
     elif ranks < 0:
@@ -127,21 +121,26 @@ def _launch(top: Block, is_single: bool) -> dict[str, Any]:
     elif ranks % machines:
         top.refused("num_processes", f"it is not a multiple of num_machines {machines}: it counts all machines' ranks")
     else:
-        settings["nproc_per_node"] = ranks // machines
-        top.used("num_processes", f"nproc_per_node {ranks // machines} ({ranks} in all)")
+        top.sets("num_processes", f" ({ranks} in all)", nproc_per_node=ranks // machines)
     ids = [word.strip() for word in top.text("gpu_ids", "all").split(",")]
     is_listed, in_order = ids[0].lower() not in ("all", "none", ""), "ranks take the visible devices in order"
     top.ignored("gpu_ids", in_order)
     if is_listed and ids != [str(number) for number in range(len(ids))]:
         fix = f"set CUDA_VISIBLE_DEVICES={','.join(ids)} where ranks are started, and leave it out"
         top.refused("gpu_ids", f"{in_order}: {fix}")
-    elif is_listed and "nproc_per_node" not in settings:
-        top.used("gpu_ids", f"nproc_per_node {len(ids)}: {in_order}")
-        settings["nproc_per_node"] = len(ids)
-    return settings | _rendezvous(top, machines > 1)
+    elif is_listed and "nproc_per_node" not in top.settings:
+        top.sets("gpu_ids", f": {in_order}", nproc_per_node=len(ids))
+    _rendezvous(top, machines > 1)
 
 
-def _rendezvous(top: Block, has_many: bool) -> dict[str, Any]:
+def read_device(top: Block, *keys: str) -> None:
+    """Keys that ask for the CPU."""
+    if any([top.flag(key) for key in keys]):
+        top.settings["device"] = "cpu"
+    top.used(keys, f"device {top.settings.get('device', 'cuda, where there is one')}")
+
+
+def _rendezvous(top: Block, has_many: bool) -> None:
     """Machines meet at a host and a port; the backend `static`, Accelerate's default, needs a machine's rank."""
     rank = top.whole("machine_rank", 0, least=0)
     backend = top.word("rdzv_backend", BACKENDS, BACKENDS[0])
@@ -154,11 +153,10 @@ def _rendezvous(top: Block, has_many: bool) -> dict[str, Any]:
         "main_process_port": endpoint,
     }.items():
         top.used_if(has_many, key, becomes, "there is only one machine")
-    if not has_many:
-        return {}
-    settings: dict[str, Any] = {"rdzv_backend": backend}
-    settings |= {"node_rank": rank} if top.has("machine_rank") else {}
-    return settings | ({"rdzv_endpoint": f"{host}:{port}"} if host else {})
+    if has_many:
+        top.settings["rdzv_backend"] = backend
+        top.settings |= {"node_rank": rank} if top.has("machine_rank") else {}
+        top.settings |= {"rdzv_endpoint": f"{host}:{port}"} if host else {}
 
 
 def precision_for(word: str, is_fsdp: bool) -> tuple[dict[str, Any], str]:
@@ -178,7 +176,7 @@ def precision_for(word: str, is_fsdp: bool) -> tuple[dict[str, Any], str]:
     return settings, f"precision {PRECISIONS[word]}{how}"
 
 
-def _mixed_precision(top: Block, is_fsdp: bool) -> dict[str, Any]:
+def _mixed_precision(top: Block, is_fsdp: bool) -> None:
     """`mixed_precision`, or `fp16: true` in older files."""
     is_half = top.flag("fp16")
     word = top.word("mixed_precision", [*PRECISIONS, "fp8"], "fp16" if is_half else "no")
@@ -186,12 +184,12 @@ def _mixed_precision(top: Block, is_fsdp: bool) -> dict[str, Any]:
         top.refused("mixed_precision", NO_FP8)
         word = "bf16"
     settings, becomes = precision_for(word, is_fsdp)
+    top.settings |= settings
     top.used("mixed_precision", becomes)
     top.used_if(not top.has("mixed_precision"), "fp16", becomes, "mixed_precision decides it")
-    return settings
 
 
-def _deepspeed_block(top: Block, block: Block, folder: Path) -> Read:
+def _deepspeed_block(top: Block, block: Block, folder: Path) -> Original:
     apply_rules(block, "accelerate", "deepspeed_config")
     word = top.word("mixed_precision", [*PRECISIONS, "fp8"], "")
     if block.has(DEEPSPEED_FILE) and block.text(DEEPSPEED_FILE).lower() != "none":
@@ -205,11 +203,12 @@ def _deepspeed_block(top: Block, block: Block, folder: Path) -> Read:
         settings, original = _from_keys(top, block, word)
     if word == "fp8":
         top.refused("mixed_precision", NO_FP8)
+    top.settings |= settings
     top.used("mixed_precision", f"precision {settings['precision']}")
-    return settings, original
+    return original
 
 
-def _from_keys(top: Block, block: Block, word: str) -> Read:
+def _from_keys(top: Block, block: Block, word: str) -> tuple[dict[str, Any], Original]:
     """Make DeepSpeed's tree from the keys, and report what becomes of it under the names that were written."""
     tree: dict[str, Tree] = {"zero_optimization": {"stage": DEFAULT_STAGE}}
     names = {"zero_optimization.stage": "zero_stage"}
@@ -225,7 +224,7 @@ def _from_keys(top: Block, block: Block, word: str) -> Read:
     if word in ("fp16", "bf16"):
         tree[word] = {"enabled": "true"}
     made = Block(tree, top.source)
-    settings, original = read_deepspeed(made)
+    original = read_deepspeed(made)
     for entry in made.entries():
         # An entry may be about a whole block.
         for path, key in names.items():
@@ -233,7 +232,7 @@ def _from_keys(top: Block, block: Block, word: str) -> Read:
                 block.settle(key, entry.fate, entry.text)
         if word and entry.fate == "refused" and entry.key.partition(".")[0] == word:
             top.refused("mixed_precision", entry.text)
-    return settings, original
+    return made.settings, original
 
 
 def _put(tree: dict[str, Tree], path: str, value: Tree) -> None:
@@ -243,12 +242,12 @@ def _put(tree: dict[str, Tree], path: str, value: Tree) -> None:
     tree[name] = value
 
 
-def read_completed(block: Block, word: str) -> Read:
+def read_completed(block: Block, word: str) -> tuple[dict[str, Any], Original]:
     """Read DeepSpeed's keys as Accelerate and the Trainer complete them from mixed precision (no, fp16 or bf16)."""
     made = Block(completed(block.values, word), block.source)
-    settings, original = read_deepspeed(made)
+    original = read_deepspeed(made)
     _copy_entries(block, "", {entry.key: entry for entry in made.entries()})
-    return settings, original
+    return made.settings, original
 
 
 def completed(values: Mapping[str, Tree], word: str) -> dict[str, Tree]:
@@ -297,12 +296,12 @@ def read_environment(environ: Mapping[str, str]) -> Migrated | None:
     for path, name in paths.items():
         _put(tree, path, environ[name])
     top = Block(tree, ENVIRONMENT)
-    settings, original = read_accelerate(top, Path())
+    original = read_accelerate(top, Path())
     entries = [row for entry in top.entries() for row in _renamed(entry, names, environ)]
     entries += [Entry(name, environ[name], "ignored", why) for name, why in ignored.items()]
     if switch is None:
-        settings["strategy"] = AUTO_STRATEGY
-    return Migrated(ENVIRONMENT, "accelerate", settings, original, tuple(entries))
+        top.settings["strategy"] = AUTO_STRATEGY
+    return Migrated(ENVIRONMENT, "accelerate", top.settings, original, tuple(entries))
 
 
 def _path(name: str) -> str | None:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 from ..base.documents import Tree, json_tree, read_text, yaml_tree
 from ..base.errors import ConfigurationError, did_you_mean, nearest, printable
@@ -43,7 +43,8 @@ class Entry:
 class Block:
     """A document, which is called `source` in messages, or a mapping in it, at `path`.
 
-    The blocks of a document share their entries. A block knows which of its keys a reader has asked for.
+    The blocks of a document share their entries, and the settings of the trainer that they become. A block knows which
+    of its keys a reader has asked for.
     """
 
     def __init__(
@@ -53,6 +54,7 @@ class Block:
         self._known: set[str] = set()
         self._entries: dict[str, Entry] = {} if document is None else document._entries
         self._blocks: dict[str, Block] = {} if document is None else document._blocks
+        self.settings: dict[str, Any] = {} if document is None else document.settings
         self._blocks[path] = self
 
     def path_of(self, key: str) -> str:
@@ -152,6 +154,12 @@ class Block:
 
     def used_if(self, is_used: bool, keys: str | Iterable[str], becomes: str, why_not: str) -> None:
         self.settle(keys, "used" if is_used else "ignored", becomes if is_used else why_not)
+
+    def sets(self, keys: str | Iterable[str], note: str = "", **settings: Any) -> None:
+        """Set these settings of the trainer, whether the keys are written or not, and record that they become them."""
+        self.settings.update(settings)
+        texts = {name: f"{value:g}" if isinstance(value, float) else value for name, value in settings.items()}
+        self.used(keys, " and ".join(f"{name} {text}" for name, text in texts.items()) + note)
 
     def settle_rest(self, fate: Fate, text: str) -> None:
         """Settle every key of this block that has no entry yet."""

@@ -62,8 +62,8 @@ def read(source: Source, kind: Kind | None = None) -> Migrated:
     if counts[chosen] == 0 and counts[most] >= MIN_CLEAR:
         raise ConfigurationError(f"{name} is a configuration of {TITLES[most]}, and not of {TITLES[chosen]}")
     top = Block(tree, name)
-    settings, original = READERS[chosen](top, folder)
-    return Migrated(name, chosen, settings, original, top.entries())
+    original = READERS[chosen](top, folder)
+    return Migrated(name, chosen, top.settings, original, top.entries())
 
 
 def kind_of(tree: Mapping[str, Tree], name: str) -> Kind:

@@ -10,8 +10,6 @@ AdamW 0.01. DeepSpeed's three schedules with a warm-up exist in the trainer unde
 learning rate in every step.
 """
 
-from typing import Any
-
 from ..base.documents import Tree
 from .account import Block, as_number
 from .deepspeed_sharding import read_precision, read_sharding
@@ -27,11 +25,12 @@ DECAYED = (
 WARMUP_STEPS = 1000
 
 
-def read_deepspeed(top: Block) -> tuple[dict[str, Any], Original]:
-    """Settings of the trainer, and what DeepSpeed would run."""
+def read_deepspeed(top: Block) -> Original:
+    """Read the document's settings; return what DeepSpeed would run."""
     known = table("deepspeed")
     sharding = read_sharding(top)
-    precision = read_precision(top, sharding)
+    read_precision(top, sharding)
+    top.settings["strategy"] = sharding.strategy
     apply_rules(top, "deepspeed", "top")
     for path in known["plain_blocks"]:
         block = top
@@ -41,8 +40,8 @@ def read_deepspeed(top: Block) -> tuple[dict[str, Any], Original]:
     for row in known["switches"]:
         for key in filter(top.has, row["keys"]):
             _refuse_if_on(top, key, row)
-    settings = {"strategy": sharding.strategy, **precision, **sharding.settings, **_read_training(top)}
-    return settings, Original("deepspeed", sharding.bucket_elems)
+    _read_training(top)
+    return Original("deepspeed", sharding.bucket_elems)
 
 
 def _refuse_if_on(top: Block, key: str, row: dict[str, Tree]) -> None:
@@ -60,44 +59,41 @@ def _refuse_if_on(top: Block, key: str, row: dict[str, Tree]) -> None:
     block.settle_rest("ignored", "it is off")
 
 
-def _read_training(top: Block) -> dict[str, Any]:
+def _read_training(top: Block) -> None:
     """The batch, clipping, the optimizer and its schedule, logging and compilation."""
-    settings = _read_batch(top)
+    _read_batch(top)
     if not top.auto("gradient_clipping", "--max-grad-norm of the trainer"):
         norm = top.number("gradient_clipping", MAX_GRAD_NORM, least=0)
         in_a_loop = f"call optimizer.clip_grad_norm({norm:g})" if norm else "there is nothing to call: clipping is off"
-        top.used("gradient_clipping", f"max_grad_norm {norm:g}; in a loop of your own, {in_a_loop}")
-        settings["max_grad_norm"] = norm
-    optimizer = _read_optimizer(top.inner("optimizer"))
-    schedule = _read_schedule(top.inner("scheduler"), optimizer.get("learning_rate"))
-    rate = schedule.get("learning_rate")
-    if rate is not None and rate != optimizer.get("learning_rate"):
-        why = f"the schedule has a peak learning rate of its own, {rate:g}"
+        top.sets("gradient_clipping", f"; in a loop of your own, {in_a_loop}", max_grad_norm=norm)
+    _read_optimizer(top.inner("optimizer"))
+    rate = top.settings.get("learning_rate")
+    _read_schedule(top.inner("scheduler"), rate)
+    peak = top.settings.get("learning_rate")
+    if peak != rate:
+        why = f"the schedule has a peak learning rate of its own, {peak:g}"
         top.inner("optimizer").inner("params").ignored("lr", why)
-    settings |= {**optimizer, **schedule, **read_setting(top, "steps_per_print", "logging_steps")}
+    read_setting(top, "steps_per_print", "logging_steps")
     reporters = []
     for name in ("tensorboard", "wandb"):
         block = apply_rules(top.inner(name), "deepspeed", name)
         reporters += [name] if block.flag("enabled") else []
         block.used_if(name in reporters, "enabled", f"report_to {name}", "it is off")
-    settings |= {"report_to": tuple(reporters)} if reporters else {}
+    top.settings |= {"report_to": tuple(reporters)} if reporters else {}
     # `disable` and `backend` are from the time when DeepSpeed called torch.compile; DeepCompile is refused.
     block = apply_rules(top.inner("compile"), "deepspeed", "compile")
     is_compiled = block.has("disable") and not block.flag("disable")
     block.word("backend", ("inductor",), "inductor")
     compiled = "compile: torch.compile, block by block (DeepSpeed has dropped the key)"
     block.used_if(is_compiled, ("disable", "backend"), compiled, "nothing is compiled")
-    return settings | ({"compile": True} if is_compiled else {})
+    top.settings |= {"compile": True} if is_compiled else {}
 
 
-def _read_batch(top: Block) -> dict[str, Any]:
-    settings: dict[str, Any] = {}
-    for key, setting in table("deepspeed")["batch"].items():
-        settings |= read_setting(top, key, setting, auto=True)
-    total, micro = settings.get("global_batch_size"), settings.get("per_device_train_batch_size")
-    num_micro = settings.get("gradient_accumulation_steps")
+def _read_batch(top: Block) -> None:
+    batch = table("deepspeed")["batch"]
+    total, micro, num_micro = (read_setting(top, key, setting, auto=True) for key, setting in batch.items())
     if micro and num_micro is None and total is None and not top.has("gradient_accumulation_steps"):
-        settings["gradient_accumulation_steps"] = 1  # DeepSpeed's default; ours follows from the global batch
+        top.settings["gradient_accumulation_steps"] = 1  # DeepSpeed's default; ours follows from the global batch
     per_rank = (micro or 1) * (num_micro or 1)
     if total and total % per_rank:
         product = f"ranks x {micro or 1} train_micro_batch_size_per_gpu x {num_micro or 1} gradient_accumulation_steps"
@@ -105,45 +101,42 @@ def _read_batch(top: Block) -> dict[str, Any]:
         top.refused("train_batch_size", f"it is not {product} for any number of ranks; {fix}")
     elif total and micro and num_micro:
         top.used("train_batch_size", f"global_batch_size {total}, which needs {total // per_rank} ranks")
-    return settings
 
 
-def _read_optimizer(block: Block) -> dict[str, Any]:
+def _read_optimizer(block: Block) -> None:
     names = table("deepspeed")["optimizers"]
     params = block.inner("params")
     apply_rules(block, "deepspeed", "optimizer")
     if not block.has("type"):
         params.settle_rest("refused", "DeepSpeed makes no optimizer without a type; write optimizer.type")
-        return {}
+        return
     chosen = block.word("type", names, "")
     name = names.get(chosen)
     if name is None:
         ours = ", ".join(dict.fromkeys(filter(None, names.values())))
         block.refused("type", f"the trainer has {ours}; leave the block out and give sw.shard your own optimizer")
         params.settle_rest("ignored", "belongs to an optimizer that is refused")
-        return {}
+        return
     apply_rules(params, "deepspeed", "optimizer.params")
-    settings: dict[str, Any] = {"optimizer": name, **read_setting(params, "lr", "learning_rate", LEARNING_RATE, True)}
+    block.sets("type", ", which DeepSpeed runs for Adam as well" if chosen == "Adam" else "", optimizer=name)
+    read_setting(params, "lr", "learning_rate", LEARNING_RATE, True)
     decay = 0.0
     if name == "adamw":
-        decay = _read_adam(params, settings, chosen)
+        decay = _read_adam(params, chosen)
     else:
         apply_rules(params, "deepspeed", "optimizer.params of SGD")
-        settings |= read_setting(params, "momentum", "momentum", 0.0)
+        read_setting(params, "momentum", "momentum", 0.0)
     if not params.auto("weight_decay", f"--weight-decay of the trainer; {DECAYED}"):
-        settings["weight_decay"] = params.number("weight_decay", decay, least=0)
-        note = f"; {DECAYED}" if settings["weight_decay"] else ""
-        params.used("weight_decay", f"weight_decay {settings['weight_decay']:g}{note}")
-    block.used("type", f"optimizer {name}" + (", which DeepSpeed runs for Adam as well" if chosen == "Adam" else ""))
-    return settings
+        decay = params.number("weight_decay", decay, least=0)
+        params.sets("weight_decay", f"; {DECAYED}" if decay else "", weight_decay=decay)
 
 
-def _read_adam(params: Block, settings: dict[str, Any], chosen: str) -> float:
+def _read_adam(params: Block, chosen: str) -> float:
     """Return the default weight decay."""
     if not params.auto("betas", "--adam-beta1 and --adam-beta2 of the trainer"):
-        settings["adam_beta1"], settings["adam_beta2"] = betas = params.read("betas", _as_betas, (0.9, 0.999))
-        params.used("betas", f"adam_beta1 {betas[0]:g} and adam_beta2 {betas[1]:g}")
-    settings |= read_setting(params, "eps", "adam_epsilon", 1e-8, True)
+        beta1, beta2 = params.read("betas", _as_betas, (0.9, 0.999))
+        params.sets("betas", adam_beta1=beta1, adam_beta2=beta2)
+    read_setting(params, "eps", "adam_epsilon", 1e-8, True)
     is_decoupled = params.flag("adam_w_mode", True) or chosen == "AdamW"
     is_torch = params.flag("torch_adam")
     params.ignored("torch_adam", "torch's fused AdamW is the optimizer here")
@@ -162,51 +155,44 @@ def _as_betas(value: Tree) -> tuple[float, float]:
     return betas[0], betas[1]
 
 
-def _read_schedule(block: Block, rate: float | None) -> dict[str, Any]:
+def _read_schedule(block: Block, rate: float | None) -> None:
     """`rate` is the optimizer's learning rate, the peak where the schedule names none."""
     names, refused = table("deepspeed")["schedules"], table("deepspeed")["refused_schedules"]
     params = block.inner("params")
     if not block.has("type"):
         params.settle_rest("refused", "DeepSpeed makes no schedule without a type; write scheduler.type")
-        return {}
+        return
     chosen = block.word("type", (*names, *refused), "")
     if chosen not in names:
         instead = "use a scheduler of your own in your loop, or one of the trainer's (--lr-scheduler-type)"
         block.refused("type", f"{refused.get(chosen, 'it is unknown')}; {instead}")
         params.settle_rest("ignored", "belongs to a schedule that is refused")
-        return {}
+        return
     same = "the same learning rate in every step; a skipped step counts here, and not in DeepSpeed"
-    block.used("type", f"lr_scheduler_type {names[chosen]}: {same}")
-    settings: dict[str, Any] = {"lr_scheduler_type": names[chosen]}
-    settings["warmup_type"] = params.word("warmup_type", ("log", "linear"), "log")
-    params.used("warmup_type", f"warmup_type {settings['warmup_type']}")
+    block.sets("type", f": {same}", lr_scheduler_type=names[chosen])
+    params.sets("warmup_type", warmup_type=params.word("warmup_type", ("log", "linear"), "log"))
     if not params.auto("warmup_num_steps", "--warmup-steps of the trainer"):
-        settings["warmup_steps"] = params.whole("warmup_num_steps", WARMUP_STEPS, least=1)
-        params.used("warmup_num_steps", f"warmup_steps {settings['warmup_steps']}")
+        params.sets("warmup_num_steps", warmup_steps=params.whole("warmup_num_steps", WARMUP_STEPS, least=1))
     key = "total_num_steps"
     if chosen != "WarmupLR" and not params.auto(key, "all steps of the run") and params.has(key):
-        settings["schedule_steps"] = params.whole(key, 1, least=1)
-        params.used(key, f"schedule_steps {settings['schedule_steps']}; --max-steps is the length of the run")
+        params.sets(key, "; --max-steps is the length of the run", schedule_steps=params.whole(key, 1, least=1))
     if chosen == "WarmupCosineLR":
-        settings |= read_setting(params, "warmup_min_ratio", "warmup_min_ratio", 0.0)
-        settings |= read_setting(params, "cos_min_ratio", "min_lr_ratio", 1e-4)
+        read_setting(params, "warmup_min_ratio", "warmup_min_ratio", 0.0)
+        read_setting(params, "cos_min_ratio", "min_lr_ratio", 1e-4)
     else:
-        _read_rates(params, settings, rate if chosen == "WarmupLR" else LEARNING_RATE)
+        _read_rates(params, rate if chosen == "WarmupLR" else LEARNING_RATE)
     apply_rules(params, "deepspeed", "scheduler.params")
-    return settings
 
 
-def _read_rates(params: Block, settings: dict[str, Any], peak: float | None) -> None:
+def _read_rates(params: Block, peak: float | None) -> None:
     """Learning rates at the begin and at the end of the warm-up; the latter replaces the optimizer's."""
-    peak = read_setting(params, "warmup_max_lr", "learning_rate", peak, True).get("learning_rate")
-    if peak is not None:
-        settings["learning_rate"] = peak
+    peak = read_setting(params, "warmup_max_lr", "learning_rate", peak, True)
     if params.auto("warmup_min_lr", "warmup_min_ratio 0: Hugging Face begins at 0"):
         return
     low = params.number("warmup_min_lr", 0.0, least=0)
     if low and (peak is None or low > peak):
         limit = "which is not given" if peak is None else peak
         params.refused("warmup_min_lr", f"it must be at most warmup_max_lr, {limit}")
-    elif low and peak:
-        settings["warmup_min_ratio"] = low / peak
-    params.used("warmup_min_lr", f"warmup_min_ratio {settings.get('warmup_min_ratio', 0.0):g} of the learning rate")
+    ratio = low / peak if low and peak else 0.0
+    params.settings |= {"warmup_min_ratio": ratio} if ratio else {}
+    params.used("warmup_min_lr", f"warmup_min_ratio {ratio:g} of the learning rate")

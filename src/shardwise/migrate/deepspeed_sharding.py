@@ -9,8 +9,7 @@ that are stored in one dtype and sent in another are summed in the wider one, an
 narrower one was asked for.
 """
 
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 from ..base.errors import ConfigurationError
 from ..trainer.offload import offload_of
@@ -33,7 +32,6 @@ class Sharding:
     strategy: str
     block: Block
     grouped: str = ""  # how stage 3 uses groups of ranks, for the entry of its key
-    settings: dict[str, Any] = field(default_factory=dict)  # the others: groups, folder, export
     has_norm: bool = True
     bucket_elems: int = 0  # of buffers that DeepSpeed has in addition to the states
 
@@ -41,7 +39,7 @@ class Sharding:
         self.block.used("stage", f"strategy {self.strategy.partition('+')[0]}{self.grouped}{note}")
 
     def use_groups(self, key: str, size: int, strategy: str, how: str, becomes: str) -> None:
-        self.strategy, self.settings["node_size"] = table("deepspeed")[strategy], size
+        self.strategy, self.block.settings["node_size"] = table("deepspeed")[strategy], size
         self.grouped = f", stage {LAST} {how} groups of ranks ({key})"
         self.block.used(key, f"strategy {self.strategy} with node_size {size}: {becomes}")
 
@@ -86,7 +84,7 @@ def read_sharding(top: Block) -> Sharding:
     _read_quantised(zero, sharding)
     for key in (f"stage3_{GATHERS}", GATHERS, "stage3_gather_fp16_weights_on_model_save"):
         is_exported = zero.auto(key, EXPORT) or zero.flag(key)
-        sharding.settings |= {"export": True} if is_exported else {}
+        zero.settings |= {"export": True} if is_exported else {}
         later = "sw.full_state_dict and shardwise export gather whole weights when they are called"
         zero.used_if(is_exported, key, EXPORT, later)
     sharding.report_stage()
@@ -134,7 +132,7 @@ def _read_optimizer_offload(zero: Block, sharding: Sharding) -> None:
         becomes = f"{words} and grads=host after the strategy: updates run on the host"
         sharding.change(source, key, f"{words}+grads=host", becomes)
     block.used("ratio", f"optimizer={place}:{ratio:g}: this fraction of the parameters is updated on the host")
-    _take_folder(block, sharding, device)
+    _take_folder(block, device)
 
 
 def _read_param_offload(zero: Block, sharding: Sharding) -> None:
@@ -149,7 +147,7 @@ def _read_param_offload(zero: Block, sharding: Sharding) -> None:
     words = f"params={PLACES[device]}"
     fix = ": add offload_optimizer with a device" if "optimizer=" not in sharding.strategy else ""
     sharding.change(source, key, words, f"{words} after the strategy", fix)
-    _take_folder(block, sharding, device)
+    _take_folder(block, device)
 
 
 def _offload(zero: Block, name: str, old: str) -> tuple[Block, str, Block, str]:
@@ -166,7 +164,7 @@ def _offload(zero: Block, name: str, old: str) -> tuple[Block, str, Block, str]:
     return block, "cpu" if is_old else "none", zero, old
 
 
-def _take_folder(block: Block, sharding: Sharding, device: str) -> None:
+def _take_folder(block: Block, device: str) -> None:
     if device != "nvme":
         return
     path = block.text("nvme_path")
@@ -176,7 +174,7 @@ def _take_folder(block: Block, sharding: Sharding, device: str) -> None:
         is_path = bool(path) and "=" not in path
     except ConfigurationError:
         is_path = False
-    (other,) = sharding.settings.setdefault("offload", (folder,)) if is_path else (folder,)
+    (other,) = block.settings.setdefault("offload", (folder,)) if is_path else (folder,)
     if not is_path:
         key = "nvme_path" if block.has("nvme_path") else "device"
         block.refused(key, "it needs nvme_path, a folder on a local disk")
@@ -214,8 +212,8 @@ def _bucket_elems(zero: Block, stage: int) -> int:
     return (0, alternating * reduce, alternating * reduce, reduce + prefetch)[stage]
 
 
-def read_precision(top: Block, sharding: Sharding) -> dict[str, Any]:
-    """Settings. The dtype in which gradients are sent is added to the strategy."""
+def read_precision(top: Block, sharding: Sharding) -> None:
+    """The dtype in which gradients are sent is added to the strategy."""
     half, old, new = (top.inner(key) for key in ("fp16", "bfloat16", "bf16"))
     brain = new if top.has("bf16") else old
     if top.has("bf16") and top.has("bfloat16"):
@@ -245,9 +243,9 @@ def read_precision(top: Block, sharding: Sharding) -> dict[str, Any]:
         brain.used("enabled", f"precision {computes.name}, reduce_dtype {reduce}{how}{note}")
     elif computes.model == "fp16":
         half.used("enabled", f"precision fp16; gradients are summed in fp32, where DeepSpeed does it in fp16{note}")
-    settings = {"reduce_dtype": reduce, "skip_nonfinite": skips or None}
-    settings = {"precision": None if computes.is_open else computes.name, **settings}
-    return {name: value for name, value in settings.items() if value is not None}
+    top.settings |= {} if computes.is_open else {"precision": computes.name}
+    top.settings |= {} if reduce is None else {"reduce_dtype": reduce}
+    top.settings |= {"skip_nonfinite": True} if skips else {}
 
 
 def _computes(half: Block, brain: Block) -> Computes:

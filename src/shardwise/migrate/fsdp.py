@@ -8,7 +8,6 @@ after a forward; where they contradict each other, one of them is refused.
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
 
 from .account import FALSE, TRUE, Block
 from .migrated import Change, Original, with_changes
@@ -21,7 +20,6 @@ UNREAD_THERE = f", where Accelerate 1.15 runs {FULL} whatever is written"
 ON_HOST = "params=host+grads=host+optimizer=host"
 REPLICATED = "ddp"  # the strategy of ranks that shard nothing
 PREFIX, GROUPS_PREFIX = "fsdp_", "parallelism_config_"
-Read = tuple[dict[str, Any], Original]
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +29,6 @@ class Fsdp:
     name: str
     key: str
     changes: list[Change] = field(default_factory=list)
-    settings: dict[str, Any] = field(default_factory=dict)
 
 
 def strategies() -> dict[str, str]:
@@ -70,31 +67,30 @@ def read_fsdp(block: Block, min_params: int, given: str = "") -> Fsdp:
     version = block.whole(key, 1, least=1, most=2)
     block.used(key, "one engine for both versions")
     name, key = _strategy(block, given, version)
-    settings: dict[str, Any] = {}
     key_of_offload = _written(block, "offload_params")
     is_offloaded = block.flag(key_of_offload)
     block.used(key_of_offload, "nothing is offloaded to the host")
     becomes = "parameters, gradients and optimizer are offloaded to the host, where updates run"
     changes = [Change(block, key_of_offload, ON_HOST, becomes)] if is_offloaded else []
-    changes += _checkpointing(block, settings)
+    changes += _checkpointing(block)
     kind_key, kinds = _written(block, "state_dict_type"), table("accelerate")["state_dicts"]
     kind = block.word(kind_key, kinds, "")
     if kind:
-        settings["export"] = kind == "FULL_STATE_DICT"
+        block.settings["export"] = kind == "FULL_STATE_DICT"
         block.used(kind_key, kinds[kind])
-    _units(block, min_params, settings)
+    _units(block, min_params)
     apply_rules(block, "accelerate", "fsdp_config", PREFIX)
-    return Fsdp(name, key, changes, settings)
+    return Fsdp(name, key, changes)
 
 
-def sharded(
-    settings: dict[str, Any],
+def set_strategy(
+    top: Block,
     fsdp: Fsdp | None,
     groups: Block | None = None,
     num_ranks: int | None = None,
     more: Iterable[Change] = (),
-) -> Read:
-    """Add the strategy to the settings, and say what torch would run.
+) -> Original:
+    """Set the strategy, and say what torch would run.
 
     `fsdp` is None if nothing is sharded. `groups` may have groups of ranks, of which `num_ranks` are all. `more` are
     changes that were asked for outside `fsdp`.
@@ -102,10 +98,10 @@ def sharded(
     chosen = Fsdp("", "") if fsdp is None else fsdp
     name, group = (chosen.name, None) if groups is None else read_groups(groups, fsdp, num_ranks)
     strategy = strategies().get(name, REPLICATED)
-    settings["strategy"] = with_changes(strategy, [*chosen.changes, *more])
+    top.settings["strategy"] = with_changes(strategy, [*chosen.changes, *more])
     if group is not None:
-        settings["node_size"] = group
-    return settings | chosen.settings, Original("ddp" if strategy == REPLICATED else "fsdp")
+        top.settings["node_size"] = group
+    return Original("ddp" if strategy == REPLICATED else "fsdp")
 
 
 def _strategy(block: Block, given: str, version: int) -> tuple[str, str]:
@@ -140,12 +136,11 @@ def _strategy(block: Block, given: str, version: int) -> tuple[str, str]:
     return chosen, key if name else "" if is_flag else reshard
 
 
-def _checkpointing(block: Block, settings: dict[str, Any]) -> list[Change]:
+def _checkpointing(block: Block) -> list[Change]:
     key, offload = _written(block, "activation_checkpointing"), _written(block, "activation_checkpointing_offload")
     is_on = block.flag(key)
-    if is_on:
-        settings["gradient_checkpointing"] = "full"
     block.used(key, f"gradient_checkpointing {'full' if is_on else 'none'}")
+    block.settings |= {"gradient_checkpointing": "full"} if is_on else {}
     if not block.flag(offload):
         block.used(offload, "activations stay on the device")
         return []
@@ -154,7 +149,7 @@ def _checkpointing(block: Block, settings: dict[str, Any]) -> list[Change]:
     return [Change(block, offload, "activations=host", "saved activations are offloaded to the host")]
 
 
-def _units(block: Block, min_params: int, settings: dict[str, Any]) -> None:
+def _units(block: Block, min_params: int) -> None:
     """Parameters that are communicated together; the training is the same with any units."""
     policy_key, least_key = _written(block, "auto_wrap_policy"), _written(block, "min_num_params")
     classes_key = _written(block, "transformer_layer_cls_to_wrap")
@@ -165,7 +160,7 @@ def _units(block: Block, min_params: int, settings: dict[str, Any]) -> None:
         block.refused(classes_key, "it is not a list of class names")
         classes = ()
     if policy not in (SIZE, NO_WRAP):
-        settings |= {"units": classes} if classes else {}
+        block.settings |= {"units": classes} if classes else {}
         block.used(policy_key, "a unit for every block")
         block.used(classes_key, f"units are modules of {', '.join(classes) or 'classes that the model names'}")
     else:
@@ -175,7 +170,7 @@ def _units(block: Block, min_params: int, settings: dict[str, Any]) -> None:
     if policy == SIZE:
         block.used(least_key, f"units of at least {least:,} parameters" if least else "units are the model's blocks")
     if policy == SIZE and least:
-        settings["units"] = (str(least),)
+        block.settings["units"] = (str(least),)
         block.used(policy_key, f"units of at least {least:,} parameters")
 
 

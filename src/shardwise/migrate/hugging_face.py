@@ -11,10 +11,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
-from .accelerate import PRECISIONS, precision_for, read_completed
+from .accelerate import PRECISIONS, precision_for, read_completed, read_device
 from .account import FALSE, TRUE, Block
-from .fsdp import ON_HOST, Fsdp, Read, known_keys, read_fsdp, read_groups, sharded, strategies
-from .migrated import Change
+from .fsdp import ON_HOST, Fsdp, known_keys, read_fsdp, read_groups, set_strategy, strategies
+from .migrated import Change, Original
 from .tables import apply_rules, read_setting, rules, table
 
 # The Trainer's defaults, where ours are others.
@@ -42,30 +42,37 @@ AXOLOTL = "base_model"
 Loaded = Literal["fp32", "bf16", "auto", "pure"]
 
 
-def read_hugging_face(top: Block, folder: Path) -> Read:
-    """Settings of the trainer, and what the Trainer would run."""
+def read_hugging_face(top: Block, folder: Path) -> Original:
+    """Read the document's settings; return what the Trainer would run."""
     fixed = {**rules("hugging_face", "trainer"), **rules("hugging_face", "programs")}
     names = table("hugging_face")["settings"]
     others = {*fixed, *(key for keys in names.values() for key in keys), "fsdp", "fsdp_config", "deepspeed"}
     if set(top.values) & known_keys() and not set(top.values) & others:
-        return sharded({}, read_fsdp(top, 0))
-    settings = _names_and_length(top)
-    for read in (_schedule, _optimizer, _intervals, _checkpointing_and_compilation, _adapters, _rest):
-        read(top, settings)
+        return set_strategy(top, read_fsdp(top, 0))
+    for read in (
+        _names_and_length,
+        _schedule,
+        _optimizer,
+        _intervals,
+        _checkpointing_and_compilation,
+        _adapters,
+        _rest,
+    ):
+        read(top)
     word, loaded = _dtypes(top)
     apply_rules(top, "hugging_face", "trainer")
     apply_rules(top, "hugging_face", "programs")
     if _is_on(top, "deepspeed"):
-        return _deepspeed(top, folder, settings, word, loaded)
+        return _deepspeed(top, folder, word, loaded)
     top.ignored("deepspeed", "no file is named")
     fsdp = _fsdp(top, folder)
     precision, becomes = precision_for(word, fsdp is not None)
     if word != "no":
         top.used(word, becomes)
-    settings["precision"] = _precision(top, word, loaded, fsdp is not None, "lora" in settings)
-    if settings["precision"] == PRECISIONS[word]:
-        settings |= precision
-    return sharded(settings, fsdp, _groups(top))
+    top.settings["precision"] = _precision(top, word, loaded, fsdp is not None)
+    if top.settings["precision"] == PRECISIONS[word]:
+        top.settings |= precision
+    return set_strategy(top, fsdp, _groups(top))
 
 
 def _is_on(top: Block, key: str) -> bool:
@@ -127,9 +134,10 @@ def _groups(top: Block) -> Block | None:
     return top if any(top.has(key) for key in ("dp_shard_size", "dp_replicate_size")) else None
 
 
-def _deepspeed(top: Block, folder: Path, settings: dict[str, Any], word: str, loaded: Loaded) -> Read:
+def _deepspeed(top: Block, folder: Path, word: str, loaded: Loaded) -> Original:
     is_inside = isinstance(top.values["deepspeed"], dict)
     block = top.inner("deepspeed") if is_inside else top.inner_file("deepspeed", folder)
+    settings = top.settings
     if _is_on(top, "fsdp"):
         top.refused("fsdp", "deepspeed is on, too; leave one of them")
     top.ignored("fsdp", "it is off")
@@ -154,7 +162,8 @@ def _deepspeed(top: Block, folder: Path, settings: dict[str, Any], word: str, lo
     if loaded != "fp32" and theirs["precision"] == "fp32":
         top.refused(keys, "DeepSpeed's own keys decide the dtype: write bf16 there, or leave it out")
     top.used(keys, f"precision {theirs['precision']}: DeepSpeed's own keys decide it, and masters are fp32")
-    return settings | theirs, original
+    top.settings |= theirs
+    return original
 
 
 # The model: precision, checkpointing, compilation, adapters
@@ -189,10 +198,10 @@ def _dtypes(top: Block) -> tuple[str, Loaded]:
     return word, loaded
 
 
-def _precision(top: Block, word: str, loaded: Loaded, is_sharded: bool, has_adapters: bool) -> str:
+def _precision(top: Block, word: str, loaded: Loaded, is_sharded: bool) -> str:
     """Our precision. Weights that are loaded in bf16 have fp32 masters where FSDP makes them, which it does for mixed
     precision, and adapters where PEFT does; DDP trains weights as they are."""
-    makes_masters = is_sharded and word != "no" and _lower(top, "bf16") != "full"
+    makes_masters, has_adapters = is_sharded and word != "no" and _lower(top, "bf16") != "full", "lora" in top.settings
     keys = (*DTYPES, "pure_bf16") if loaded == "pure" else DTYPES
     if loaded == "auto" and not makes_masters and not (has_adapters and word != "no"):
         top.refused(keys, "the dtype is known from the checkpoint only: write float32 or bfloat16")
@@ -212,20 +221,19 @@ def _precision(top: Block, word: str, loaded: Loaded, is_sharded: bool, has_adap
     return precision
 
 
-def _checkpointing_and_compilation(top: Block, settings: dict[str, Any]) -> None:
+def _checkpointing_and_compilation(top: Block) -> None:
     key = "gradient_checkpointing"
     if top.text(key).lower() in ("unsloth", "offload", "offload_disk"):
         top.refused(key, "+activations=host after a strategy offloads activations; write true")
     elif top.flag(key):
-        settings[key] = "full"
-    top.used(key, f"gradient_checkpointing {settings.get(key, 'none')}")
+        top.settings[key] = "full"
+    top.used(key, f"gradient_checkpointing {top.settings.get(key, 'none')}")
     apply_rules(top.inner(f"{key}_kwargs"), "hugging_face", f"{key}_kwargs")
-    if top.flag("torch_compile"):
-        settings["compile"] = True
-    top.used("torch_compile", f"compile {str('compile' in settings).lower()}")
+    top.settings |= {"compile": True} if top.flag("torch_compile") else {}
+    top.used("torch_compile", f"compile {str('compile' in top.settings).lower()}")
 
 
-def _adapters(top: Block, settings: dict[str, Any]) -> None:
+def _adapters(top: Block) -> None:
     """PEFT's arguments, under the names of three programs."""
     is_lora = _wants_lora(top)
     rank_key = top.first_of("lora_r", "lora_rank")
@@ -249,7 +257,7 @@ def _adapters(top: Block, settings: dict[str, Any]) -> None:
     }.items():
         top.used_if(is_lora, key, text, "no adapters are asked for")
     if is_lora:
-        settings["lora"] = {"r": rank, "alpha": alpha, "dropout": dropout, "targets": list(targets)}
+        top.settings["lora"] = {"r": rank, "alpha": alpha, "dropout": dropout, "targets": list(targets)}
 
 
 def _wants_lora(top: Block) -> bool:
@@ -265,8 +273,9 @@ def _wants_lora(top: Block) -> bool:
     return is_lora
 
 
-def _rest(top: Block, settings: dict[str, Any]) -> None:
+def _rest(top: Block) -> None:
     """Reporting, resuming, packing and the device."""
+    settings = top.settings
     reporters = ["tensorboard"] if top.flag("use_tensorboard") else []
     top.used("use_tensorboard", f"report_to {'tensorboard' if reporters else 'decides it'}")
     for word in map(str.lower, top.texts("report_to")):
@@ -285,28 +294,25 @@ def _rest(top: Block, settings: dict[str, Any]) -> None:
     becomes = f"resume_from_checkpoint {settings.get('resume_from_checkpoint', 'none')}"
     top.used(("resume_from_checkpoint", "auto_resume_from_checkpoints"), becomes)
     for key in filter(top.has, ("packing", "sample_packing")):
-        settings["packing"] = "packed" if top.flag(key) else "padded"
-        top.used(key, f"packing {settings['packing']}")
-    is_neat = top.flag("neat_packing")
-    settings |= {"packing": "packed", "isolate_documents": True} if is_neat else {}
-    becomes = "packing packed, isolate_documents: attention stops at the ends of documents"
-    top.used_if(is_neat, "neat_packing", becomes, "packing decides if samples are packed")
-    on_cpu = [key for key in ("use_cpu", "no_cuda") if top.flag(key)]
-    settings |= {"device": "cpu"} if on_cpu else {}
-    top.used(("use_cpu", "no_cuda"), f"device {settings.get('device', 'cuda, where there is one')}")
+        top.sets(key, packing="packed" if top.flag(key) else "padded")
+    top.ignored("neat_packing", "packing decides if samples are packed")
+    if top.flag("neat_packing"):
+        note = ": attention stops at the ends of documents"
+        top.sets("neat_packing", note, packing="packed", isolate_documents=True)
+    read_device(top, "use_cpu", "no_cuda")
 
 
 # The training: settings with a key of their own, the schedule, the optimizer, and intervals
 
 
-def _names_and_length(top: Block) -> dict[str, Any]:
+def _names_and_length(top: Block) -> None:
     """Settings with a key of their own. The length of the training is steps if they are above 0, else epochs."""
     has_training = any(top.has(key) for key in TRAINING_KEYS)
-    settings: dict[str, Any] = DEFAULTS.copy() if has_training else {}
+    top.settings |= DEFAULTS if has_training else {}
     for name, keys in table("hugging_face")["settings"].items():
-        settings |= read_setting(top, top.first_of(*keys), name)
-    if "model" in settings and "dataset" not in settings:
-        settings["train_file"] = (YOUR_DATA,)
+        read_setting(top, top.first_of(*keys), name)
+    if "model" in top.settings and "dataset" not in top.settings:
+        top.settings["train_file"] = (YOUR_DATA,)
     steps = top.whole("max_steps", -1, least=-1)
     key = top.first_of("num_train_epochs", "num_epochs")
     epochs = top.number(key, EPOCHS, least=0)
@@ -315,11 +321,13 @@ def _names_and_length(top: Block) -> dict[str, Any]:
         top.refused(key, "it trains on nothing; it must be above 0")
     top.used_if(steps <= 0, key, f"num_train_epochs {epochs:g}", "max_steps decides when to stop")
     if steps > 0:
-        return settings | {"max_steps": steps}
-    return settings | ({"num_train_epochs": epochs} if epochs and has_training else {})
+        top.settings["max_steps"] = steps
+    elif epochs and has_training:
+        top.settings["num_train_epochs"] = epochs
 
 
-def _schedule(top: Block, settings: dict[str, Any]) -> None:
+def _schedule(top: Block) -> None:
+    settings = top.settings
     key = _newer_key(top, "lr_scheduler_type", "lr_scheduler")
     names = table("hugging_face")["schedules"]
     word = top.word(key, names, "linear")
@@ -332,7 +340,7 @@ def _schedule(top: Block, settings: dict[str, Any]) -> None:
     end = "" if word.startswith("constant") or "min_lr" in word else ", down to 0"
     top.used(key, f"lr_scheduler_type {names[word]}{end}")
     key = "cosine_min_lr_ratio"
-    settings |= read_setting(top, key, "min_lr_ratio", 0.0 if top.has(key) else None)
+    read_setting(top, key, "min_lr_ratio", 0.0 if top.has(key) else None)
     block = top.inner("lr_scheduler_kwargs")
     if word == "cosine_with_min_lr":
         ratio = block.number("min_lr_rate", 0.0, least=0, most=1)
@@ -342,8 +350,8 @@ def _schedule(top: Block, settings: dict[str, Any]) -> None:
         settings["min_lr_ratio"] = min(ratio, 1.0)
         block.used(("min_lr", "min_lr_rate"), f"min_lr_ratio {ratio:g}")
     elif word == "warmup_stable_decay":
-        _stable_arguments(top, block, settings)
-    _warmup(top, word, settings)
+        _stable_arguments(top, block)
+    _warmup(top, word)
 
 
 def _newer_key(top: Block, key: str, other: str) -> str:
@@ -354,10 +362,10 @@ def _newer_key(top: Block, key: str, other: str) -> str:
     return key
 
 
-def _stable_arguments(top: Block, block: Block, settings: dict[str, Any]) -> None:
+def _stable_arguments(top: Block, block: Block) -> None:
     """Warm-up, constant, then decay, which is linear here."""
-    settings |= read_setting(block, "num_decay_steps", "decay_steps")
-    settings |= read_setting(block, "min_lr_ratio", "min_lr_ratio", 0.0)
+    read_setting(block, "num_decay_steps", "decay_steps")
+    read_setting(block, "min_lr_ratio", "min_lr_ratio", 0.0)
     if block.word("decay_type", ("linear", "cosine", "1-sqrt"), "cosine") != "linear":
         block.refused("decay_type", "the decay is linear here; write linear")
         if not block.has("decay_type"):
@@ -367,7 +375,7 @@ def _stable_arguments(top: Block, block: Block, settings: dict[str, Any]) -> Non
     block.used(("decay_type", "warmup_type"), "linear")
 
 
-def _warmup(top: Block, word: str, settings: dict[str, Any]) -> None:
+def _warmup(top: Block, word: str) -> None:
     """A number of steps; below 1 it is a fraction of all steps."""
     for key, most in (("warmup_ratio", 1.0), ("warmup_steps", 2.0**53)):
         asked = top.number(key, 0.0, least=0, most=most)
@@ -378,14 +386,14 @@ def _warmup(top: Block, word: str, settings: dict[str, Any]) -> None:
             top.refused(key, "nothing is left after a warm-up of all steps; write a fraction below 1")
         elif not is_fraction and asked != int(asked):
             top.refused(key, "it is not a whole number of steps")
-        elif key == "warmup_ratio" and settings.get("warmup_steps"):
+        elif key == "warmup_ratio" and top.settings.get("warmup_steps"):
             top.ignored(key, "warmup_steps decides it")
         elif top.has(key):
-            settings["warmup_steps"] = asked or settings.get("warmup_steps", 0)
+            top.settings["warmup_steps"] = asked or top.settings.get("warmup_steps", 0)
             top.used(key, f"warmup_steps {asked:g}{' of all steps' if is_fraction else ''}")
 
 
-def _optimizer(top: Block, settings: dict[str, Any]) -> None:
+def _optimizer(top: Block) -> None:
     key = _newer_key(top, "optim", "optimizer")
     word, names = top.text(key).lower(), table("hugging_face")["optimizers"]
     if not word:
@@ -393,35 +401,34 @@ def _optimizer(top: Block, settings: dict[str, Any]) -> None:
     elif word not in names:
         top.refused(key, f"there is no such optimizer here; take one of {', '.join(names)}")
     else:
-        settings["optimizer"], note = names[word]
-        if settings["optimizer"] == "sgd":
-            settings["momentum"] = 0.0
-        top.used(key, f"optimizer {settings['optimizer']}{note}")
+        optimizer, note = names[word]
+        top.settings |= {"momentum": 0.0} if optimizer == "sgd" else {}
+        top.sets(key, note, optimizer=optimizer)
 
 
-def _intervals(top: Block, settings: dict[str, Any]) -> None:
+def _intervals(top: Block) -> None:
     strategy = top.first_of("evaluation_strategy", "eval_strategy", default="eval_strategy")
-    _interval(top, settings, strategy, "eval_steps", "evals_per_epoch")
+    _interval(top, strategy, "eval_steps", "evals_per_epoch")
     is_evaluated = top.text(strategy, "no").lower() != "no" or top.has("eval_steps")
     if is_evaluated and not any(top.has(key) for key in ("val_size", "val_set_size")):
-        settings.pop("eval_fraction", None)  # the trainer's own default keeps some of the data for it
-    _interval(top, settings, "save_strategy", "save_steps", "saves_per_epoch")
+        top.settings.pop("eval_fraction", None)  # the trainer's own default keeps some of the data for it
+    _interval(top, "save_strategy", "save_steps", "saves_per_epoch")
 
 
-def _interval(top: Block, settings: dict[str, Any], strategy: str, key: str, per_epoch: str) -> None:
+def _interval(top: Block, strategy: str, key: str, per_epoch: str) -> None:
     """Steps, a fraction of all steps, or N times per epoch (Axolotl's key), which is a fraction of all steps."""
     default = "steps" if key == "save_steps" or top.has(key) else "no"
     when = top.word(strategy, ("no", "steps", "epoch", "best"), default)
     if when == "best":
         top.refused(strategy, "no checkpoint is better than another here; write steps, epoch or no")
     elif when == "epoch":
-        _times_per_epoch(top, settings, strategy, key, 1.0)
+        _times_per_epoch(top, strategy, key, 1.0)
     else:
         top.used(strategy, f"every {key} steps" if when == "steps" else "at the end only")
     if top.has(per_epoch):
         for other in (strategy, key) if when != "steps" else (key,):
             top.refused(other, f"{per_epoch} is written, too; leave one of them")
-        _times_per_epoch(top, settings, per_epoch, key, top.number(per_epoch, 0.0, least=0))
+        _times_per_epoch(top, per_epoch, key, top.number(per_epoch, 0.0, least=0))
         return
     if not top.has(key):
         return
@@ -432,18 +439,16 @@ def _interval(top: Block, settings: dict[str, Any], strategy: str, key: str, per
     elif not is_fraction and steps != int(steps):
         top.refused(key, "it is not a whole number of steps")
     else:
-        settings[key] = steps if is_fraction else int(steps)
-        top.used(key, f"{key} {steps:g}{' of all steps' if is_fraction else ''}")
+        top.sets(key, " of all steps" if is_fraction else "", **{key: steps if is_fraction else int(steps)})
 
 
-def _times_per_epoch(top: Block, settings: dict[str, Any], written: str, key: str, times: float) -> None:
+def _times_per_epoch(top: Block, written: str, key: str, times: float) -> None:
     """With the number of epochs, N times per epoch is a fraction of all steps."""
-    num_times = times * settings.get("num_train_epochs", 0.0)
-    if "num_train_epochs" not in settings and times:
+    num_times = times * top.settings.get("num_train_epochs", 0.0)
+    if "num_train_epochs" not in top.settings and times:
         why = "the steps of an epoch are unknown without a number of epochs (max_steps replaces it)"
         top.refused(written, f"{why}; write {key}, in steps")
     elif num_times <= 1:
         top.used(written, "at the end only")
     else:
-        settings[key] = 1 / num_times
-        top.used(written, f"{key} {settings[key]:g} of all steps, {times:g} times in each epoch")
+        top.sets(written, f" of all steps, {times:g} times in each epoch", **{key: 1 / num_times})

@@ -104,20 +104,20 @@ def _normalised(value: object) -> str:
     return ",".join(map(str, value)).lower() if isinstance(value, list) else str(value).lower()
 
 
-def read_setting(block: Block, key: str, name: str, default: float | None = None, auto: bool = False) -> dict[str, Any]:
-    """The setting `name` of the trainer from a key, with its type and limits; empty if it has no value.
+def read_setting(block: Block, key: str, name: str, default: float | None = None, auto: bool = False) -> Any:
+    """Set the setting `name` of the trainer from a key, with its type and limits. Return it; None if it has no value.
 
     `auto` says whether the key may be "auto", which leaves the setting to the trainer.
     """
     if auto and block.auto(key, f"--{name.replace('_', '-')} of the trainer"):
-        return {}
+        return None
     value = block.read(key, partial(_as_setting, name), None)
     value = default if value is None else value
     if value is None:
         block.ignored(key, "it is empty")
-        return {}
-    block.used(key, f"{name} {value:g}" if isinstance(value, float) else f"{name} {value}")
-    return {name: value}
+    else:
+        block.sets(key, **{name: value})
+    return value
 
 
 def _as_setting(name: str, value: Tree) -> Any:
