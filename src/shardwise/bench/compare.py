@@ -67,7 +67,7 @@ class Verdict:
     """The result of comparing losses. `status` is ok, differs, refused, missing, oom or failed."""
 
     status: str
-    error: str = ""
+    error: str
     compared_with: str = ""
     loss_difference: float | None = None
 
@@ -140,9 +140,9 @@ def _verdicts(outcomes: dict[Case, list[Outcome]], references: dict[Case, Outcom
 
 
 def judge(case: Case, outcomes: Sequence[Outcome], expected: Sequence[float], whose: str) -> Verdict:
-    failed = next((outcome for outcome in outcomes if outcome.status != "ok"), None)
-    if failed is not None:
-        return Verdict(failed.status, failed.error)
+    for outcome in outcomes:
+        if outcome.status != "ok":
+            return Verdict(outcome.status, outcome.error)
     allowed = 2e-2 + case.tokens_per_step**-0.5 if case.fabric else TOLERANCES[case.precision]
     largest = 0.0
     for outcome in outcomes:
@@ -153,7 +153,7 @@ def judge(case: Case, outcomes: Sequence[Outcome], expected: Sequence[float], wh
             if not apart <= allowed:  # also true for NaN
                 losses = f"the loss of step {step} is {measured:.6g}, that of {whose} {want:.6g}"
                 return Verdict("differs", f"{losses}: {apart:.1e} apart, {allowed:.0e} allowed", whose, apart)
-    return Verdict("ok", compared_with=whose, loss_difference=largest)
+    return Verdict("ok", "", whose, largest)
 
 
 def added_calls(cases: Sequence[Case], launch: Launch, say: Say) -> dict[Case, AddedCalls]:

@@ -12,7 +12,7 @@ import platform
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -120,10 +120,9 @@ def commit() -> str:
     """The commit of the checkout that contains this file, or "none"."""
     command = ["git", "describe", "--always", "--dirty"]
     try:
-        described = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
-    except OSError:
+        return subprocess.check_output(command, cwd=Path(__file__).parent, stderr=subprocess.DEVNULL, text=True).strip()
+    except (OSError, subprocess.CalledProcessError):
         return "none"
-    return described.stdout.strip() or "none"
 
 
 def figure(value: float | None, form: str) -> str:
@@ -136,8 +135,7 @@ def filled(columns: Columns) -> dict[str, Sequence[str]]:
     return {title: texts for title, texts in columns.items() if any(texts)}
 
 
-def markdown_table(titles: Iterable[str], rows: Iterable[Iterable[object]]) -> str:
-    titles = list(titles)
+def markdown_table(titles: Collection[str], rows: Iterable[Iterable[object]]) -> str:
     lines = [f"| {' | '.join(map(str, cells))} |" for cells in (titles, *rows)]
     return "\n".join([lines[0], "|" + "---|" * len(titles), *lines[1:]])
 

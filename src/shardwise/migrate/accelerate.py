@@ -135,8 +135,8 @@ def _launch(top: Block, is_single: bool) -> None:
 
 def read_device(top: Block, *keys: str) -> None:
     """Keys that ask for the CPU."""
-    if any([top.flag(key) for key in keys]):
-        top.settings["device"] = "cpu"
+    flags = [top.flag(key) for key in keys]
+    top.settings |= {"device": "cpu"} if any(flags) else {}
     top.used(keys, f"device {top.settings.get('device', 'cuda, where there is one')}")
 
 

@@ -98,13 +98,17 @@ class Block:
         name, tree = self.text(key), {}
         if not name:
             self.refused(key, "it names no file")
-        else:
-            try:
-                path, where = _place_of(Path(name).expanduser(), folder)
-                tree = mapping_in(path)
-                self.used(key, f"read from {printable(str(path))}{where}: its keys follow")
-            except (ConfigurationError, OSError, ValueError, RuntimeError) as error:  # no home, a name too long
-                self.refused(key, str(error))
+        try:
+            path = Path(name).expanduser()
+            near = folder / path
+            if not path.exists() and not near.exists():
+                where = f"neither in the working directory {Path.cwd()} nor as {near}, next to the file that names it"
+                raise ConfigurationError(f"{path}: no such file, {where}")
+            path = path if path.exists() else near
+            tree = mapping_in(path) if name else {}
+            self.used(key, f"read from {printable(str(path.absolute()))}: its keys follow")
+        except (ConfigurationError, OSError, ValueError, RuntimeError) as error:  # no home, a name too long
+            self.refused(key, str(error))
         return Block(tree, self.source, self.path_of(key), self)
 
     def read(self, key: str, convert: Callable[[Tree], T], default: D) -> T | D:
@@ -292,21 +296,6 @@ def mapping_in(path: Path) -> dict[str, Tree]:
     if not isinstance(tree, dict):
         raise ConfigurationError(f"{path} is not a mapping of keys to values")
     return tree
-
-
-def _place_of(path: Path, folder: Path) -> tuple[Path, str]:
-    """The path of the file, and which of the two folders it is in."""
-    if path.is_absolute():
-        return path, ""
-    neighbour = folder / path
-    if path.exists():
-        return path, ", in the working directory"
-    if neighbour.exists():
-        return neighbour, ", next to the file that names it"
-    both = f"in the working directory {Path.cwd()}"
-    if neighbour.resolve() != path.resolve():
-        both = f"neither {both} nor as {neighbour}, next to the file that names it"
-    raise ConfigurationError(f"{path}: no such file, {both}")
 
 
 def shown(value: Tree) -> str:

@@ -56,10 +56,9 @@ def read(source: Source, kind: Kind | None = None) -> Migrated:
             tree = mapping_in(Path(source))
     except RecursionError:
         raise ConfigurationError(f"{name} is nested too deep") from None
-    chosen = kind or kind_of(tree, name)
-    counts = _num_typical(tree)
-    most = max(TITLES, key=counts.__getitem__)
-    if counts[chosen] == 0 and counts[most] >= MIN_CLEAR:
+    chosen, typical = kind or kind_of(tree, name), _typical(tree)
+    most = max(TITLES, key=lambda title: len(typical[title]))
+    if not typical[chosen] and len(typical[most]) >= MIN_CLEAR:
         raise ConfigurationError(f"{name} is a configuration of {TITLES[most]}, and not of {TITLES[chosen]}")
     top = Block(tree, name)
     original = READERS[chosen](top, folder)
@@ -68,7 +67,7 @@ def read(source: Source, kind: Kind | None = None) -> Migrated:
 
 def kind_of(tree: Mapping[str, Tree], name: str) -> Kind:
     """The kind that has most of the keys at the top; an error if two kinds have equally many."""
-    counts = _num_typical(tree)
+    counts = {kind: len(keys) for kind, keys in _typical(tree).items()}
     best = [kind for kind, count in counts.items() if count == max(counts.values())]
     if len(best) > 1:
         keys = ", ".join(list(tree)[:5]) or "none"
@@ -85,10 +84,8 @@ def refuse_as_ours(path: Path, own: Collection[str]) -> None:
         tree = mapping_in(path)
     except ConfigurationError:
         return
-    others = {key: value for key, value in tree.items() if key not in own}
-    counts = _num_typical(others)
-    kind = max(TITLES, key=counts.__getitem__)
-    marks = _typical(others, kind)
+    typical = _typical({key: value for key, value in tree.items() if key not in own})
+    kind, marks = max(typical.items(), key=lambda item: len(item[1]))
     if not marks:
         return
     programs = table("hugging_face")["program_keys"].items() if kind == "hugging-face" else ()
@@ -100,15 +97,15 @@ def refuse_as_ours(path: Path, own: Collection[str]) -> None:
     )
 
 
-def _typical(tree: Mapping[str, Tree], kind: Kind) -> list[str]:
-    """Keys of the tree that only this kind of file has."""
-    known = table(kind.replace("-", "_"))["typical"]
-    written = [key for key, value in tree.items() if key in known and value is not None]
-    return [key for key in written if key not in BLOCKS or isinstance(tree[key], dict) == (kind == "deepspeed")]
-
-
-def _num_typical(tree: Mapping[str, Tree]) -> dict[Kind, int]:
-    return {kind: len(_typical(tree, kind)) for kind in TITLES}
+def _typical(tree: Mapping[str, Tree]) -> dict[Kind, list[str]]:
+    """Keys of the tree that only one kind of file has, by kind."""
+    found: dict[Kind, list[str]] = {}
+    for kind in TITLES:
+        known = table(kind.replace("-", "_"))["typical"]
+        written = [key for key, value in tree.items() if key in known and value is not None]
+        is_deepspeed = kind == "deepspeed"
+        found[kind] = [key for key in written if key not in BLOCKS or isinstance(tree[key], dict) == is_deepspeed]
+    return found
 
 
 def known_kind(word: str) -> Kind:

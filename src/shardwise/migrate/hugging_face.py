@@ -297,8 +297,7 @@ def _rest(top: Block) -> None:
         top.sets(key, packing="packed" if top.flag(key) else "padded")
     top.ignored("neat_packing", "packing decides if samples are packed")
     if top.flag("neat_packing"):
-        note = ": attention stops at the ends of documents"
-        top.sets("neat_packing", note, packing="packed", isolate_documents=True)
+        top.sets("neat_packing", ": attention stops at their ends", packing="packed", isolate_documents=True)
     read_device(top, "use_cpu", "no_cuda")
 
 
@@ -386,8 +385,6 @@ def _warmup(top: Block, word: str) -> None:
             top.refused(key, "nothing is left after a warm-up of all steps; write a fraction below 1")
         elif not is_fraction and asked != int(asked):
             top.refused(key, "it is not a whole number of steps")
-        elif key == "warmup_ratio" and top.settings.get("warmup_steps"):
-            top.ignored(key, "warmup_steps decides it")
         elif top.has(key):
             top.settings["warmup_steps"] = asked or top.settings.get("warmup_steps", 0)
             top.used(key, f"warmup_steps {asked:g}{' of all steps' if is_fraction else ''}")
