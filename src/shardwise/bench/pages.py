@@ -125,9 +125,10 @@ def commit() -> str:
         return "none"
 
 
-def figure(value: float | None, form: str) -> str:
-    """A cell: the number in this format, or nothing where it is unknown."""
-    return "" if value is None else f"{value:{form}}"
+def cells(rows: Sequence[Mapping[str, Any]], key: str, form: str = "", unit: float | None = None) -> list[str]:
+    """One column: the values in this format and unit, or nothing where they are unknown."""
+    values = [row.get(key) for row in rows]
+    return ["" if value is None else f"{value / unit if unit else value:{form}}" for value in values]
 
 
 def filled(columns: Columns) -> dict[str, Sequence[str]]:

@@ -3,7 +3,7 @@
 import statistics
 import textwrap
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 from typing import Any
 
 from ..core.precision import precision_of
@@ -13,92 +13,77 @@ from .case import FLOORS, OURS, Case, label
 from .compare import Findings, Session, losses_of
 from .model import flops_of, num_params
 from .overlap import Overlap, in_words
-from .pages import Columns, Page, figure, filled, machine, results_page
+from .pages import Columns, Page, cells, filled, machine, results_page
 
 # Columns that are left out if all rows have the same value; the note mentions the value once.
 CONSTANT = ("shape", "tokens", "link GB/s", "reduce")
 
 
-@dataclass(frozen=True, slots=True)
-class Spread:
-    median: float
-    min: float
-    max: float
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """One contender in one setting, over all repetitions. Only an ok row has figures; an unknown figure is None."""
-
-    contender: str
-    kind: str  # strategy, peer or floor
-    shape: str
-    tokens: int  # per sequence
-    reduce: str
-    fabric: str
-    status: str  # ok, differs, refused, missing, oom or failed
-    error: str
-    link_gigabytes_per_s: float | None = None  # of the emulated link inside a node
-    seconds: Spread | None = None  # per step
-    ratios: dict[str, Spread] = field(default_factory=dict)  # peer's time / ours, by peer
-    tokens_per_s: float | None = None  # per rank
-    mfu: float | None = None
-    wire_s: dict[str, float] = field(default_factory=dict)  # seconds per step, by wire
-    wire_bytes: dict[str, float] = field(default_factory=dict)  # per step, by wire
-    moved_bytes: float | None = None  # per step, by one rank
-    memory: dict[str, float] = field(default_factory=dict)  # largest peak of all ranks
-    overlap: dict[str, Any] = field(default_factory=dict)  # of the traced step: the fields of `overlap.Overlap`
-    setup_s: float | None = None
-    losses: list[float] = field(default_factory=list)  # by step
-    compared_with: str = ""  # the contender with the reference losses
-    loss_difference: float | None = None
-    calls_per_unit: float | None = None
-    calls_besides: float | None = None
+Row = dict[str, Any]
+# The figures of a row whose status is not ok.
+UNKNOWN: Row = {
+    "seconds": None,
+    "ratios": {},
+    "tokens_per_s": None,
+    "mfu": None,
+    "wire_s": {},
+    "wire_bytes": {},
+    "moved_bytes": None,
+    "memory": {},
+    "overlap": {},
+    "setup_s": None,
+    "losses": [],
+}
 
 
 def rows_of(findings: Findings) -> list[Row]:
+    """Every contender in every setting, over all repetitions, as the JSON has them. An unknown figure is None."""
     return [_row(case, findings) for case in findings.outcomes]
 
 
 def _row(case: Case, findings: Findings) -> Row:
     verdict, calls = findings.verdicts[case], findings.calls.get(case)
     is_ours = case.contender.partition(":")[0] == OURS
-    about: dict[str, Any] = {
+    row = {
         "contender": label(case.contender),
         "kind": "floor" if case.contender in FLOORS else "strategy" if is_ours else "peer",
         "shape": case.shape.name,
-        "tokens": case.shape.tokens,
+        "tokens": case.shape.tokens,  # per sequence
         "reduce": case.reduce,
         "fabric": case.fabric,
-        "link_gigabytes_per_s": parse(case.fabric).intra.gigabytes_per_s if case.fabric else None,
         **asdict(verdict),
+        "link_gigabytes_per_s": parse(case.fabric).intra.gigabytes_per_s if case.fabric else None,  # inside a node
         "calls_per_unit": calls.per_unit if calls else None,
         "calls_besides": calls.besides if calls else None,
+        **UNKNOWN,
     }
     if verdict.status != "ok":
-        return Row(**about)
+        return row
     outcomes = findings.outcomes[case]
-    firsts = [outcome.answers[0] for outcome in outcomes]
+    first = outcomes[0].answers[0]
     every = [answer for outcome in outcomes for answer in outcome.answers]
-    seconds = [second for answer in firsts for second in answer["seconds"]]
     median_s = statistics.median(_medians(case, findings))
     tokens_per_s = case.tokens_per_step / median_s
-    peak = peak_flops(firsts[0]["device"], precision_of(case.precision, None).compute)
-    wires = firsts[0]["wires"]
-    return Row(
-        **about,
-        losses=losses_of(outcomes[0]),
-        seconds=Spread(median_s, min(seconds), max(seconds)),
-        ratios=_ratios(case, findings) if is_ours else {},
-        tokens_per_s=tokens_per_s,
-        mfu=tokens_per_s * flops_of(case.shape) / peak if peak else None,
-        wire_s={wire: seen["seconds"] for wire, seen in wires.items()},
-        wire_bytes={wire: seen["bytes"] for wire, seen in wires.items()},
-        moved_bytes=sum(seen["bytes"] for seen in wires.values()) if wires else firsts[0]["moved_bytes"],
-        memory={kind: max(answer["memory"][kind] for answer in every) for kind in firsts[0]["memory"]},
-        overlap=firsts[0].get("overlap", {}),
-        setup_s=statistics.median(answer["setup_s"] for answer in firsts),
-    )
+    peak = peak_flops(first["device"], precision_of(case.precision, None).compute)
+    wires = first["wires"]
+    return row | {
+        "seconds": _spread(median_s, [second for outcome in outcomes for second in outcome.answers[0]["seconds"]]),
+        "ratios": _ratios(case, findings) if is_ours else {},  # peer's time / ours, by peer
+        "tokens_per_s": tokens_per_s,  # per rank
+        "mfu": tokens_per_s * flops_of(case.shape) / peak if peak else None,
+        "wire_s": {wire: used["seconds"] for wire, used in wires.items()},  # per step
+        "wire_bytes": {wire: used["bytes"] for wire, used in wires.items()},
+        # Per step, by one rank.
+        "moved_bytes": sum(used["bytes"] for used in wires.values()) if wires else first["moved_bytes"],
+        "memory": {kind: max(answer["memory"][kind] for answer in every) for kind in first["memory"]},  # peaks
+        "overlap": first.get("overlap", {}),  # of the traced step: the fields of `overlap.Overlap`
+        "setup_s": statistics.median(outcome.answers[0]["setup_s"] for outcome in outcomes),
+        "losses": losses_of(outcomes[0]),  # by step
+    }
+
+
+def _spread(median: float, values: Sequence[float]) -> dict[str, float]:
+    return {"median": median, "min": min(values), "max": max(values)}
 
 
 def _medians(case: Case, findings: Findings) -> list[float]:
@@ -106,7 +91,7 @@ def _medians(case: Case, findings: Findings) -> list[float]:
     return [statistics.median(outcome.answers[0]["seconds"]) for outcome in findings.outcomes[case]]
 
 
-def _ratios(case: Case, findings: Findings) -> dict[str, Spread]:
+def _ratios(case: Case, findings: Findings) -> dict[str, dict[str, float]]:
     """The peers' time / ours, taken within a repetition, so that both had the same conditions."""
     found = {}
     for peer in findings.session.peers:
@@ -115,7 +100,7 @@ def _ratios(case: Case, findings: Findings) -> dict[str, Spread]:
             # In an unfinished session one of them may be a repetition ahead.
             pairs = zip(_medians(other, findings), _medians(case, findings), strict=False)
             ratios = [theirs / ours for theirs, ours in pairs]
-            found[peer] = Spread(statistics.median(ratios), min(ratios), max(ratios))
+            found[peer] = _spread(statistics.median(ratios), ratios)
     return found
 
 
@@ -162,35 +147,39 @@ def note_of(findings: Findings) -> str:
 
 def columns(rows: Sequence[Row]) -> Columns:
     """The cells of the table by column, without empty columns."""
-    peers = dict.fromkeys(peer for row in rows for peer in row.ratios)
-    wires = dict.fromkeys(wire for row in rows for wire, busy_s in row.wire_s.items() if busy_s)
+    peers = dict.fromkeys(peer for row in rows for peer in row["ratios"])
+    wires = dict.fromkeys(wire for row in rows for wire, busy_s in row["wire_s"].items() if busy_s)
     kinds = ("allocated", "active", "reserved", "host")
+    linked = [row | ({"link_gigabytes_per_s": None, "reduce": ""} if row["kind"] == "floor" else {}) for row in rows]
     found = filled(
         {
-            "contender": [row.contender for row in rows],
-            "shape": [row.shape for row in rows],
-            "tokens": [str(row.tokens) for row in rows],
-            "link GB/s": ["" if row.kind == "floor" else figure(row.link_gigabytes_per_s, "g") for row in rows],
-            "reduce": ["" if row.kind == "floor" else row.reduce for row in rows],
-            "s per step": [f"{row.seconds.median:.4f}" if row.seconds else row.status for row in rows],
-            "min-max": [f"{row.seconds.min:.4f}-{row.seconds.max:.4f}" if row.seconds else "" for row in rows],
-            **{f"vs {peer}": [_ratio(row.ratios.get(peer)) for row in rows] for peer in peers},
-            "tokens/s/rank": [figure(row.tokens_per_s, ".0f") for row in rows],
-            "MFU": [figure(row.mfu, ".1%") for row in rows],
-            **{f"{wire} s": [figure(row.wire_s.get(wire), ".4f") for row in rows] for wire in wires},
-            "moved GB": [figure(row.moved_bytes and row.moved_bytes / 1e9, ".3g") for row in rows],
-            **{f"{kind} GB": [figure(row.memory.get(f"{kind}_gb"), ".1f") for row in rows] for kind in kinds},
-            "calls": [figure(row.calls_per_unit, ".0f") for row in rows],
-            "set-up s": [figure(row.setup_s, ".1f") for row in rows],
+            "contender": cells(rows, "contender"),
+            "shape": cells(rows, "shape"),
+            "tokens": cells(rows, "tokens"),
+            "link GB/s": cells(linked, "link_gigabytes_per_s", "g"),
+            "reduce": cells(linked, "reduce"),
+            "s per step": [
+                "{median:.4f}".format(**row["seconds"]) if row["seconds"] else row["status"] for row in rows
+            ],
+            "min-max": ["{min:.4f}-{max:.4f}".format(**row["seconds"]) if row["seconds"] else "" for row in rows],
+            **{f"vs {peer}": [_ratio(row["ratios"].get(peer)) for row in rows] for peer in peers},
+            "tokens/s/rank": cells(rows, "tokens_per_s", ".0f"),
+            "MFU": cells(rows, "mfu", ".1%"),
+            **{f"{wire} s": cells([row["wire_s"] for row in rows], wire, ".4f") for wire in wires},
+            "moved GB": cells(rows, "moved_bytes", ".3g", 1e9),
+            **{f"{kind} GB": cells([row["memory"] for row in rows], f"{kind}_gb", ".1f") for kind in kinds},
+            "calls": cells(rows, "calls_per_unit", ".0f"),
+            "set-up s": cells(rows, "setup_s", ".1f"),
         }
     )
     return {title: texts for title, texts in found.items() if title not in CONSTANT or len({*texts} - {""}) > 1}
 
 
-def _ratio(ratio: Spread | None) -> str:
+def _ratio(ratio: dict[str, float] | None) -> str:
     if ratio is None:
         return ""
-    return f"{ratio.median:.2f}" + (f" ({ratio.min:.2f}-{ratio.max:.2f})" if ratio.min != ratio.max else "")
+    form = "{median:.2f}" if ratio["min"] == ratio["max"] else "{median:.2f} ({min:.2f}-{max:.2f})"
+    return form.format(**ratio)
 
 
 def page_of(findings: Findings) -> Page:
@@ -198,13 +187,13 @@ def page_of(findings: Findings) -> Page:
     answers = [answer for runs in findings.outcomes.values() for outcome in runs for answer in outcome.answers]
     device, torch_version = (answers[0][key] if answers else "unknown" for key in ("device", "torch"))
     overlaps = [
-        f"`{row.contender}`, {row.shape}, {row.tokens} tokens, one step under the profiler:\n\n"
-        + textwrap.indent(in_words(Overlap(**row.overlap)), "    ")
+        f"`{row['contender']}`, {row['shape']}, {row['tokens']} tokens, one step under the profiler:\n\n"
+        + textwrap.indent(in_words(Overlap(**row["overlap"])), "    ")
         for row in rows
-        if row.overlap
+        if row["overlap"]
     ]
     figures = {
-        "rows": [asdict(row) for row in rows],
+        "rows": rows,
         "runs": [
             {"case": asdict(case), "outcomes": [asdict(outcome) for outcome in outcomes]}
             for case, outcomes in findings.outcomes.items()
@@ -216,7 +205,7 @@ def page_of(findings: Findings) -> Page:
             for case, calls in findings.calls.items()
         },
     }
-    problems = [f"{row.contender} ({row.status}): {row.error}" for row in rows if row.status != "ok"]
+    problems = [f"{row['contender']} ({row['status']}): {row['error']}" for row in rows if row["status"] != "ok"]
     tables = [(note_of(findings), columns(rows))]
     return results_page("shardwise bench", machine(device, torch_version), figures, tables, problems, overlaps)
 

@@ -35,7 +35,7 @@ from ..trainer.run_folder import DATA
 from ..trainer.settings import Settings
 from .case import OURS, strategies_in
 from .launch import Say
-from .pages import Columns, Page, figure, filled, machine, results_page
+from .pages import Columns, Page, cells, filled, machine, results_page
 
 Strategy = str | dict[str, str]
 
@@ -359,39 +359,36 @@ def note_of(findings: Findings) -> str:
 def strategy_columns(findings: Findings) -> Columns:
     """The cells of the main table by column, without empty columns."""
     exact, rows = findings.request.exact, rows_of(findings)
-
-    def cells(key: str, form: str, unit: float | None = None, with_exact: bool = True) -> list[str]:
-        """One column. Differences of the exact one to itself are left out."""
-        values = [row[key] if with_exact or row["strategy"] != exact else None for row in rows]
-        return [figure(value / unit if unit and value else value, form) for value in values]
-
-    largest = zip(cells("largest_difference", ".2%", with_exact=False), rows, strict=True)
+    # Differences of the exact one to itself are left out.
+    others = [{} if row["strategy"] == exact else row for row in rows]
+    largest = zip(cells(others, "largest_difference", ".2%"), rows, strict=True)
     return filled(
         {
-            "strategy": [row["strategy"] for row in rows],
-            "loss": [text or row["status"] for text, row in zip(cells("loss", ".4f"), rows, strict=True)],
-            f"vs {exact}": cells("loss_difference", "+.2%", with_exact=False),
-            "evaluation": cells("eval_loss", ".4f"),
-            "vs": cells("eval_difference", "+.2%", with_exact=False),
+            "strategy": cells(rows, "strategy"),
+            "loss": [text or row["status"] for text, row in zip(cells(rows, "loss", ".4f"), rows, strict=True)],
+            f"vs {exact}": cells(others, "loss_difference", "+.2%"),
+            "evaluation": cells(rows, "eval_loss", ".4f"),
+            "vs": cells(others, "eval_difference", "+.2%"),
             "largest": [f"{text} ({row['largest_at']})" if text else "" for text, row in largest],
-            "MB": cells("wire_bytes", ".4f", unit=1e6),
-            "between nodes MB": cells("inter_node_bytes", ".4f", unit=1e6),
-            "times fewer": cells("fewer_between_nodes", ".2f", with_exact=False),
-            "s per step": cells("step_s", ".4f"),
+            "MB": cells(rows, "wire_bytes", ".4f", 1e6),
+            "between nodes MB": cells(rows, "inter_node_bytes", ".4f", 1e6),
+            "times fewer": cells(others, "fewer_between_nodes", ".2f"),
+            "s per step": cells(rows, "step_s", ".4f"),
         }
     )
 
 
 def codec_columns(found: Sequence[Mapping[str, Any]]) -> Columns:
-    return {
-        "codec": [row["codec"] for row in found],
-        "relative RMS error": [figure(row["relative_rms"], ".3e") or "not finite" for row in found],
-        "of the worst unit": [figure(row["worst_relative_rms"], ".3e") or "not finite" for row in found],
-        "cosine": [figure(row["cosine"], ".6f") or "not finite" for row in found],
-        "bytes per element": [f"{row['bytes_per_elem']:.4f}" for row in found],
-        "encode ms per million": [f"{row['encode_s'] * 1e3:.3f}" for row in found],
-        "decode ms per million": [f"{row['decode_s'] * 1e3:.3f}" for row in found],
+    columns = {
+        "codec": cells(found, "codec"),
+        "relative RMS error": cells(found, "relative_rms", ".3e"),
+        "of the worst unit": cells(found, "worst_relative_rms", ".3e"),
+        "cosine": cells(found, "cosine", ".6f"),
+        "bytes per element": cells(found, "bytes_per_elem", ".4f"),
+        "encode ms per million": cells(found, "encode_s", ".3f", 1e-3),
+        "decode ms per million": cells(found, "decode_s", ".3f", 1e-3),
     }
+    return {title: [text or "not finite" for text in texts] for title, texts in columns.items()}
 
 
 def page_of(findings: Findings) -> Page:
