@@ -8,7 +8,7 @@ back into the file that they came from, which is read like any other; entries ha
 also sets its defaults: a default that contradicts what only a user can have set is ignored.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -211,7 +211,7 @@ def _deepspeed_block(top: Block, block: Block, folder: Path) -> Original:
 def _from_keys(top: Block, block: Block, word: str) -> tuple[dict[str, Any], Original]:
     """Make DeepSpeed's tree from the keys, and report what becomes of it under the names that were written."""
     tree: dict[str, Tree] = {"zero_optimization": {"stage": DEFAULT_STAGE}}
-    names = {"zero_optimization.stage": "zero_stage"}
+    names: dict[str, str] = {}
     for key, path in table("accelerate")["deepspeed_keys"].items():
         if not block.has(key):
             continue
@@ -225,11 +225,10 @@ def _from_keys(top: Block, block: Block, word: str) -> tuple[dict[str, Any], Ori
         tree[word] = {"enabled": "true"}
     made = Block(tree, top.source)
     original = read_deepspeed(made)
-    for entry in made.entries():
-        # An entry may be about a whole block.
-        for path, key in names.items():
-            if path == entry.key or path.startswith(f"{entry.key}."):
-                block.settle(key, entry.fate, entry.text)
+    entries = made.entries()
+    for entry in _renamed(entries, names, block.values):
+        block.settle(entry.key, entry.fate, entry.text)
+    for entry in entries:
         if word and entry.fate == "refused" and entry.key.partition(".")[0] == word:
             top.refused("mixed_precision", entry.text)
     return made.settings, original
@@ -297,7 +296,7 @@ def read_environment(environ: Mapping[str, str]) -> Migrated | None:
         _put(tree, path, environ[name])
     top = Block(tree, ENVIRONMENT)
     original = read_accelerate(top, Path())
-    entries = [row for entry in top.entries() for row in _renamed(entry, names, environ)]
+    entries = [*_renamed(top.entries(), names, environ)]
     entries += [Entry(name, environ[name], "ignored", why) for name, why in ignored.items()]
     if switch is None:
         top.settings["strategy"] = AUTO_STRATEGY
@@ -339,13 +338,12 @@ def _ignored(environ: Mapping[str, str]) -> dict[str, str]:
     return reasons
 
 
-def _renamed(entry: Entry, names: Mapping[str, str], environ: Mapping[str, str]) -> list[Entry]:
-    """The entry under the variable's name. An entry about a whole block belongs to all of its variables, one of a file
-    to the variable that names the file."""
-    entries = []
-    for path, name in names.items():
-        if entry.key == path or path.startswith(f"{entry.key}."):
-            entries.append(replace(entry, key=name, value=shown(environ[name])))
-        elif entry.key.startswith(f"{path}."):
-            entries.append(replace(entry, key=name + entry.key.removeprefix(path)))
-    return entries
+def _renamed(entries: Iterable[Entry], names: Mapping[str, str], values: Mapping[str, Tree]) -> Iterator[Entry]:
+    """Entries of a document under the names from which it was made. An entry about a whole block belongs to all names
+    inside it, one of a file to the name of the file."""
+    for entry in entries:
+        for path, name in names.items():
+            if entry.key == path or path.startswith(f"{entry.key}."):
+                yield replace(entry, key=name, value=shown(values[name]))
+            elif entry.key.startswith(f"{path}."):
+                yield replace(entry, key=name + entry.key.removeprefix(path))
