@@ -12,7 +12,6 @@ import math
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -39,20 +38,8 @@ ROUNDS = 5
 MILLION = 1e6
 
 
-@dataclass(frozen=True, slots=True)
-class Lost:
+def lost_by(name: str, values: Sequence[Tensor]) -> dict[str, Any]:
     """The error over all matrices, and that of the worst unit. None: a value is not finite any more."""
-
-    codec: str
-    relative_rms: float | None  # RMS of the error / RMS of the values
-    worst_relative_rms: float | None
-    cosine: float | None
-    bytes_per_elem: float
-    encode_s: float  # per million elements, in the best round
-    decode_s: float
-
-
-def lost_by(name: str, values: Sequence[Tensor]) -> Lost:
     codec = parse(name)
     sizes = [encoded_bytes(codec, value.numel(), value.dtype) for value in values]
     num_elems = sum(value.numel() for value in values)
@@ -76,15 +63,15 @@ def lost_by(name: str, values: Sequence[Tensor]) -> Lost:
         dots.append(float(wide @ back_wide))
     total, lengths = math.fsum(squares), math.sqrt(math.fsum(squares) * math.fsum(back_squares))
     units = [math.sqrt(error / square) for error, square in zip(errors, squares, strict=True) if square]
-    return Lost(
-        name,
-        _finite(math.sqrt(math.fsum(errors) / total) if total else 0.0),
-        max(units, default=0.0) if all(map(math.isfinite, units)) else None,
-        _finite(sum(dots) / lengths if lengths else 1.0),
-        sum(sizes) / num_elems,
-        min(encode_s) / num_elems * MILLION,
-        min(decode_s) / num_elems * MILLION,
-    )
+    return {
+        "codec": name,
+        "relative_rms": _finite(math.sqrt(math.fsum(errors) / total) if total else 0.0),  # of the error / of the values
+        "worst_relative_rms": max(units, default=0.0) if all(map(math.isfinite, units)) else None,
+        "cosine": _finite(sum(dots) / lengths if lengths else 1.0),
+        "bytes_per_elem": sum(sizes) / num_elems,
+        "encode_s": min(encode_s) / num_elems * MILLION,  # per million elements, in the best round
+        "decode_s": min(decode_s) / num_elems * MILLION,
+    }
 
 
 def _finite(number: float) -> float | None:
@@ -128,8 +115,8 @@ def measure(run: Path, num_ranks: int, step: int, gradients: Sequence[str], weig
         "num_gradients": sum(value.numel() for value in sent),
         "num_weights": sum(value.numel() for value in masters),
         "gradient_dtype": str(sent[0].dtype).removeprefix("torch.") if sent else "",
-        "gradients": [asdict(lost_by(name, sent)) for name in gradients if sent],
-        "weights": [asdict(lost_by(name, masters)) for name in weights if masters],
+        "gradients": [lost_by(name, sent) for name in gradients if sent],
+        "weights": [lost_by(name, masters) for name in weights if masters],
     }
 
 

@@ -159,7 +159,7 @@ class Block:
     def used_if(self, is_used: bool, keys: str | Iterable[str], becomes: str, why_not: str) -> None:
         self.settle(keys, "used" if is_used else "ignored", becomes if is_used else why_not)
 
-    def sets(self, keys: str | Iterable[str], note: str = "", **settings: Any) -> None:
+    def sets(self, keys: str | Iterable[str], note: str = "", /, **settings: Any) -> None:
         """Set these settings of the trainer, whether the keys are written or not, and record that they become them."""
         self.settings.update(settings)
         texts = {name: f"{value:g}" if isinstance(value, float) else value for name, value in settings.items()}

@@ -135,9 +135,7 @@ def _groups(top: Block) -> Block | None:
 
 
 def _deepspeed(top: Block, folder: Path, word: str, loaded: Loaded) -> Original:
-    is_inside = isinstance(top.values["deepspeed"], dict)
-    block = top.inner("deepspeed") if is_inside else top.inner_file("deepspeed", folder)
-    settings = top.settings
+    block, settings = _inner(top, "deepspeed", folder), top.settings
     if _is_on(top, "fsdp"):
         top.refused("fsdp", "deepspeed is on, too; leave one of them")
     top.ignored("fsdp", "it is off")
@@ -201,7 +199,8 @@ def _dtypes(top: Block) -> tuple[str, Loaded]:
 def _precision(top: Block, word: str, loaded: Loaded, is_sharded: bool) -> str:
     """Our precision. Weights that are loaded in bf16 have fp32 masters where FSDP makes them, which it does for mixed
     precision, and adapters where PEFT does; DDP trains weights as they are."""
-    makes_masters, has_adapters = is_sharded and word != "no" and _lower(top, "bf16") != "full", "lora" in top.settings
+    makes_masters = is_sharded and word != "no" and _lower(top, "bf16") != "full"
+    has_adapters = "lora" in top.settings
     keys = (*DTYPES, "pure_bf16") if loaded == "pure" else DTYPES
     if loaded == "auto" and not makes_masters and not (has_adapters and word != "no"):
         top.refused(keys, "the dtype is known from the checkpoint only: write float32 or bfloat16")
@@ -235,7 +234,15 @@ def _checkpointing_and_compilation(top: Block) -> None:
 
 def _adapters(top: Block) -> None:
     """PEFT's arguments, under the names of three programs."""
-    is_lora = _wants_lora(top)
+    adapter = top.text("adapter").lower()
+    kind = top.word("finetuning_type", ("full", "lora", "freeze", "oft"), "full")
+    if adapter not in ("", "lora", "none"):
+        top.refused("adapter", "adapters are lora here, on weights that are not quantised")
+    if kind in ("freeze", "oft"):
+        top.refused("finetuning_type", "all weights are trained here, or LoRA adapters: full or lora")
+    is_lora = adapter == "lora" or kind == "lora" or top.flag("use_peft")
+    becomes = "LoRA adapters" if is_lora else "all weights are trained"
+    top.used(("adapter", "finetuning_type", "use_peft"), becomes)
     rank_key = top.first_of("lora_r", "lora_rank")
     targets_key = top.first_of("lora_target_modules", "lora_target")
     rank = top.whole(rank_key, 16, least=1, most=2**31)
@@ -258,19 +265,6 @@ def _adapters(top: Block) -> None:
         top.used_if(is_lora, key, text, "no adapters are asked for")
     if is_lora:
         top.settings["lora"] = {"r": rank, "alpha": alpha, "dropout": dropout, "targets": list(targets)}
-
-
-def _wants_lora(top: Block) -> bool:
-    adapter = top.text("adapter").lower()
-    kind = top.word("finetuning_type", ("full", "lora", "freeze", "oft"), "full")
-    if adapter not in ("", "lora", "none"):
-        top.refused("adapter", "adapters are lora here, on weights that are not quantised")
-    if kind in ("freeze", "oft"):
-        top.refused("finetuning_type", "all weights are trained here, or LoRA adapters: full or lora")
-    is_lora = adapter == "lora" or kind == "lora" or top.flag("use_peft")
-    becomes = "LoRA adapters" if is_lora else "all weights are trained"
-    top.used(("adapter", "finetuning_type", "use_peft"), becomes)
-    return is_lora
 
 
 def _rest(top: Block) -> None:
