@@ -211,8 +211,7 @@ class Gathers:
 
     def read_ahead(self, index: int, pass_: Pass) -> None:
         """Start to read parameters for the next units to compute."""
-        order = self.schedule.order
-        at = order.index(index)
+        order, at = self.schedule.order, self.schedule.position_of[index]
         ahead = order[at + 1 :] if pass_ == "forward" else order[:at][::-1]
         for other in ahead[:NUM_STAGED]:
             if pass_ == "forward" or self.schedule.units[other].backward_reads:

@@ -81,7 +81,6 @@ class Engine:
         self.schedule = schedule
         self.statuses = statuses_of(schedule)
         # How far the forward and the backward have come in the schedule's order; the clock; the number of backwards.
-        self._position_of = {unit: position for position, unit in enumerate(schedule.order)}
         self._forward_at = self._backward_at = len(units)
         self._clock = self._num_backwards = 0
         # Forwards whose backward has begun and not ended.
@@ -166,7 +165,7 @@ class Engine:
         else:
             self._clock += 1
             status.began = self._clock
-            self._pass_in_forward(self._position_of[index])
+            self._pass_in_forward(self.schedule.position_of[index])
             self.gathers.make_ready(index, "forward", self.schedule.before_forward[index])
             if self.gathers.is_staged[index]:
                 self.gathers.read_ahead(index, "forward")
@@ -244,7 +243,7 @@ class Engine:
             if not units[other.unit].holds_units:
                 self._close(other)
         if call is None or not units[call.unit].holds_units:
-            position = -1 if call is None else self._position_of[call.unit]
+            position = -1 if call is None else self.schedule.position_of[call.unit]
             passed = self.schedule.order[position + 1 : self._backward_at]
             self._backward_at = min(self._backward_at, max(position, 0))
             for status in [self.statuses[index] for index in reversed(passed)]:
@@ -383,7 +382,7 @@ class Engine:
 
     def update_on_host(self, updates: Iterable[FlatUpdate]) -> None:
         """Let the host update flats when their gradients have arrived, with their present clipping factors."""
-        self._host_jobs.give(updates, self.schedule.order, self.reductions.arrived)
+        self._host_jobs.give(updates, self.schedule.position_of, self.reductions.arrived)
 
     def forget_gradients(self, states: Iterable[FlatState], set_to_none: bool = True) -> None:
         self.abandon_backward()
@@ -433,7 +432,6 @@ class Engine:
             return
         units = [replace(unit, holds_units=True) if at in kept else unit for at, unit in enumerate(self.schedule.units)]
         self.schedule = make_schedule(units, order, self._budget_bytes)
-        self._position_of = {unit: position for position, unit in enumerate(self.schedule.order)}
         self.gathers.follow(self.schedule)
         self.update_order = [self.units[index].trainable_states for index in self.schedule.reduce_order]
 

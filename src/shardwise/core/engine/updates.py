@@ -1,7 +1,7 @@
 """Updates of master weights on the host, by a thread, while the device computes."""
 
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -44,11 +44,12 @@ class HostJobs:
         self._has_thread = False
         self._error: BaseException | None = None
 
-    def give(self, updates: Iterable[FlatUpdate], order: Sequence[int], arrived: Mapping[FlatState, Mark]) -> None:
-        """Queue updates, each to run when its gradient has `arrived`. Units that come first in `order`, the forward's,
-        are updated first. Later changes of the clipping factors have no effect."""
+    def give(
+        self, updates: Iterable[FlatUpdate], position_of: Mapping[int, int], arrived: Mapping[FlatState, Mark]
+    ) -> None:
+        """Queue updates, each to run when its gradient has `arrived`. Units that come first in the forward are updated
+        first. Later changes of the clipping factors have no effect."""
         self.raise_failure()
-        position_of = {unit: position for position, unit in enumerate(order)}
         urgency = {state: position_of[unit.index] for unit in self._units for state in unit.trainable_states}
         copies: dict[Tensor, PendingHostCopy] = {}
         for update in sorted(updates, key=lambda update: urgency[update.state]):

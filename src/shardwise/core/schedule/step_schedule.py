@@ -76,6 +76,7 @@ class Schedule:
     def __post_init__(self) -> None:
         units, order = self.units, self.order
         self.num_ranks = units[0].flats[0].num_ranks
+        self.position_of = {unit: position for position, unit in enumerate(order)}
         self.trainable_flats = [flat for unit in units for flat in unit.flats if flat.trainable]
         # The units that run one after the other, none inside another.
         self.leaves = tuple(at for at in order if not units[at].holds_units)
@@ -105,14 +106,13 @@ def make_schedule(units: Sequence[UnitPlan], order: Sequence[int], budget_bytes:
         slot = position % num_slots
         slot_of[unit] = slot
         slot_bytes[slot] = max(slot_bytes[slot], units[unit].gathered_bytes)
-    before_forward, before_backward = [], []
-    position_of = {unit: position for position, unit in enumerate(order)}
-    for index, plan in enumerate(units):
-        position = position_of[index]
-        before_forward.append((index, *_ahead(units, order, range(position + 1, len(order)), num_slots - 1)))
+    before_forward: list[tuple[int, ...]] = [()] * len(units)
+    before_backward: list[tuple[int, ...]] = [()] * len(units)
+    for position, index in enumerate(order):
+        before_forward[index] = (index, *_ahead(units, order[position + 1 :], num_slots - 1))
         # The backward of a unit that holds others begins before theirs: too early to prefetch what comes after it.
-        others = () if plan.holds_units else _ahead(units, order, range(position - 1, -1, -1), num_slots - 1)
-        before_backward.append(tuple(other for other in (index, *others) if units[other].backward_reads))
+        others = () if units[index].holds_units else _ahead(units, order[:position][::-1], num_slots - 1)
+        before_backward[index] = tuple(other for other in (index, *others) if units[other].backward_reads)
     return Schedule(
         tuple(units),
         tuple(order),
@@ -124,14 +124,14 @@ def make_schedule(units: Sequence[UnitPlan], order: Sequence[int], budget_bytes:
     )
 
 
-def _ahead(units: Sequence[UnitPlan], order: Sequence[int], positions: range, num_leaves: int) -> tuple[int, ...]:
-    """The units at these positions up to the last of `num_leaves` that hold no others: those that take slots."""
+def _ahead(units: Sequence[UnitPlan], following: Sequence[int], num_leaves: int) -> tuple[int, ...]:
+    """The following units up to the last of `num_leaves` that hold no others: those that take slots."""
     found = []
-    for position in positions:
+    for unit in following:
         if num_leaves == 0:
             break
-        found.append(order[position])
-        num_leaves -= not units[order[position]].holds_units
+        found.append(unit)
+        num_leaves -= not units[unit].holds_units
     return tuple(found)
 
 
