@@ -103,8 +103,17 @@ def plan(
     found = model_of(model)
     if training is None and isinstance(found, (ModelShape, Built)) and 0 < found.num_positions < USUAL_SEQ:
         sizes = {"seq": found.num_positions, **sizes}
+    known = [entry.name for entry in fields(Training)]
+    for name in sizes:
+        if name not in known:
+            raise ConfigurationError(
+                f"sw.plan: there is no {name!r}; {did_you_mean(name, known)}; nodes and networks go into "
+                "sw.make_cluster(...)"
+            )
+    if isinstance(sizes.get("lora"), int):
+        sizes["lora"] = Lora(sizes["lora"])
     has_micro_batch = training is not None or "micro_batch" in sizes
-    training = training_of(training, sizes)
+    training = replace(training, **sizes) if training is not None else Training(**sizes)
     if isinstance(found, ModelShape) and isinstance(model, str) and training.lora is not None and not is_file(model):
         # A model known by name has no files: its frozen weights are assumed to be in the compute dtype.
         found = replace(found, dtype=training.formats.compute)
@@ -168,19 +177,6 @@ def machine_of(cluster: str | Cluster | Machine) -> Machine:
     return Machine(made, efficiency_of(made.gpu.name), REAL)
 
 
-def training_of(training: Training | None, sizes: dict[str, Any]) -> Training:
-    known = [entry.name for entry in fields(Training)]
-    for name in sizes:
-        if name not in known:
-            raise ConfigurationError(
-                f"sw.plan: there is no {name!r}; {did_you_mean(name, known)}; nodes and networks go into "
-                "sw.make_cluster(...)"
-            )
-    if isinstance(sizes.get("lora"), int):
-        sizes = {**sizes, "lora": Lora(sizes["lora"])}
-    return replace(training, **sizes) if training is not None else Training(**sizes)
-
-
 def batches_of(
     training: Training, global_batch: int | None, world_size: int, has_micro_batch: bool = False
 ) -> Sequence[tuple[int, int]]:
@@ -193,12 +189,12 @@ def batches_of(
             f"a global batch of {global_batch} does not divide among {world_size} GPUs; give a multiple of {world_size}"
         )
     if has_micro_batch or training.num_micro_batches > 1:
-        size, num = training.micro_batch, training.num_micro_batches
-        num = per_gpu // size if num == 1 else num
+        size = training.micro_batch
+        num = training.num_micro_batches if training.num_micro_batches > 1 else per_gpu // size
         if size * num != per_gpu:
             raise ConfigurationError(
-                f"a global batch of {global_batch} is {per_gpu} sequences a GPU, but micro-batches of {size}"
-                f"{'' if num == per_gpu // size else f', {num} of them,'} do not make that; leave one of them out"
+                f"a global batch of {global_batch} is {per_gpu} sequences a GPU, but {num} micro-batches of {size} do "
+                "not make that; leave one of them out"
             )
         return [(size, num)]
     return [(size, per_gpu // size) for size in range(1, min(per_gpu, MOST_SEQUENCES) + 1) if per_gpu % size == 0]
@@ -206,7 +202,14 @@ def batches_of(
 
 def _why(assess: Assessor, entries: Sequence[Assessment], best: Assessment | None) -> str:
     if best is None:
-        return _why_nothing_fits(assess, entries)
+        # Name a change that makes the strategy that needs the least memory fit.
+        exact = [entry for entry in entries if entry.is_exact] or list(entries)
+        least = min(exact, key=lambda entry: entry.needed_bytes)
+        change = nearest_change(assess, least)
+        advice = f"{least.name} {least.why_not}" + (f"; it would fit with {change}" if change else "")
+        if not (inexact := [entry.name for entry in entries if entry.fits]):
+            return f"nothing fits: {advice}"
+        return f"nothing exact fits: {advice}. {' and '.join(inexact)} would fit, and rounds what is sent: ask for it"
     if not best.is_on_device:
         return _why_off_device(entries, best)
     others = [entry for entry in entries if entry.fits and entry is not best]
@@ -236,17 +239,6 @@ def _why_off_device(entries: Sequence[Assessment], best: Assessment) -> str:
     return text
 
 
-def _why_nothing_fits(assess: Assessor, entries: Sequence[Assessment]) -> str:
-    """Explain why nothing fits, and name a change that makes the strategy that needs the least memory fit."""
-    exact = [entry for entry in entries if entry.is_exact] or list(entries)
-    least = min(exact, key=lambda entry: entry.needed_bytes)
-    change = nearest_change(assess, least)
-    advice = f"{least.name} {least.why_not}" + (f"; it would fit with {change}" if change else "")
-    if not (inexact := [entry.name for entry in entries if entry.fits]):
-        return f"nothing fits: {advice}"
-    return f"nothing exact fits: {advice}. {' and '.join(inexact)} would fit, and rounds what is sent: ask for it"
-
-
 MOST_NODES = 1024  # that `nearest_change` tries
 # Flags of `shardwise plan` by field of `Training`.
 FLAGS = {
@@ -274,14 +266,15 @@ def nearest_change(
     """Return the first change that makes the strategy fit, as command-line flags; empty if none does."""
     training = entry.training
     for smaller in _smaller_trainings(training):
-        if _fits(assess, entry, smaller):
+        if _fitting(assess, entry.layouts, smaller):
             return flags_for(training, smaller, flags)
     smallest = with_single_sequences(replace(training, checkpointing="full"))
-    for description, moved in offloaded(assess, entry):
+    descriptions = ("the optimizer on the host", "optimizer and parameters on the host")
+    is_movable = entry.is_on_device and len(set(entry.layouts)) == 1 and training.engine == "shardwise"
+    for description, layout in zip(descriptions, on_host(entry.layouts[0]) if is_movable else (), strict=False):
         for candidate in dict.fromkeys((training, smallest)):
-            if _fits(assess, moved, candidate):
-                after = assess(moved.name, moved.layouts, candidate)
-                changed = f"{moving(moved.layouts[0])} {flags_for(training, candidate, flags)}".rstrip()
+            if after := _fitting(assess, [layout] * len(entry.layouts), candidate):
+                changed = f"{moving(layout)} {flags_for(training, candidate, flags)}".rstrip()
                 saved = (entry.needed_bytes - after.needed_bytes) / 1e9
                 times = entry.tokens_per_s / after.tokens_per_s
                 return f"{changed} ({description}: {saved:,.1f} GB less on each GPU, {times:.2f}x the time)"
@@ -289,18 +282,9 @@ def nearest_change(
     while entry.layouts[0].optimizer == "world" and num_nodes < MOST_NODES:
         num_nodes *= 2
         machine = replace(assess.machine, cluster=replace(assess.machine.cluster, num_nodes=num_nodes))
-        if _fits(assess.on(machine), entry, smallest):
+        if _fitting(assess.on(machine), entry.layouts, smallest):
             return f"{nodes} {num_nodes} {flags_for(training, smallest, flags)}".rstrip()
     return ""
-
-
-def offloaded(assess: Assessor, entry: Assessment) -> Iterator[tuple[str, Assessment]]:
-    """Yield plans with more and more state on the host, each with a description; none if some is offloaded already."""
-    if not entry.is_on_device or len(set(entry.layouts)) > 1 or entry.training.engine != "shardwise":
-        return
-    descriptions = ("the optimizer on the host", "optimizer and parameters on the host")
-    for description, layout in zip(descriptions, on_host(entry.layouts[0]), strict=False):
-        yield description, assess(layout.name, [layout] * len(entry.layouts), entry.training)
 
 
 def on_host(layout: Layout) -> Iterator[Layout]:
@@ -314,27 +298,24 @@ def on_host(layout: Layout) -> Iterator[Layout]:
     yield moved
 
 
-def _fits(assess: Assessor, entry: Assessment, training: Training) -> bool:
-    """Return True if the plan fits. False also if it cannot be planned, such as checkpointing without blocks."""
+def _fitting(assess: Assessor, layouts: Sequence[Layout], training: Training) -> Assessment | None:
+    """Return the plan if it fits. None also if it cannot be planned, such as checkpointing without blocks."""
     try:
-        return assess(entry.name, entry.layouts, training).fits
+        entry = assess(layouts[0].name, layouts, training)
     except ConfigurationError:
-        return False
+        return None
+    return entry if entry.fits else None
 
 
-def _smaller_trainings(training: Training) -> Iterator[Training]:
-    """Yield trainings that need less and less memory: each includes the changes of those before it."""
-    if training.checkpointing != "full":
-        training = replace(training, checkpointing="full")
-        yield training
-    if training.micro_batch > 1:
-        training = with_single_sequences(training)
-        yield training
+def _smaller_trainings(training: Training) -> list[Training]:
+    """Return trainings that need less and less memory: each includes the changes of those before it."""
+    found = [training, replace(training, checkpointing="full")]
+    found.append(with_single_sequences(found[-1]))
     if can_reduce_in_bf16(training):
-        training = replace(training, reduce="bf16")
-        yield training
+        found.append(replace(found[-1], reduce="bf16"))
     if training.optimizer == "adamw":
-        yield with_eight_bits(training)
+        found.append(with_eight_bits(found[-1]))
+    return list(dict.fromkeys(found))[1:]
 
 
 def with_single_sequences(training: Training) -> Training:

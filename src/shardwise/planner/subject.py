@@ -42,13 +42,17 @@ class Built:
 
 def model_of(model: Planned) -> "ModelShape | StatesOnly | Built | nn.Module":
     """Look up a name, turn a config into a shape or a module, and return everything else unchanged."""
-    if isinstance(model, str):
-        return _of_config(model) if is_file(model) else shape_of(model)
-    if isinstance(model, Mapping):
-        return _of_config(model)
+    if isinstance(model, str) and not is_file(model):
+        return shape_of(model)
     transformers = sys.modules.get("transformers")
     if transformers is not None and isinstance(model, transformers.PreTrainedConfig):
-        return _of_config(model.to_dict())
+        model = model.to_dict()
+    if isinstance(model, (str, Mapping)):
+        name, config = read_config(model)
+        if not (why := why_no_shape(config)):
+            return shape_of_config(model)
+        module = module_of_config(name, config, why)
+        return Built(name, module, num_positions_in(module))
     is_module = "torch" in sys.modules and isinstance(model, sys.modules["torch"].nn.Module)
     if not is_module and not isinstance(model, (ModelShape, StatesOnly)):
         raise ConfigurationError(
@@ -58,22 +62,28 @@ def model_of(model: Planned) -> "ModelShape | StatesOnly | Built | nn.Module":
     return model
 
 
-def _of_config(config: str | Mapping[str, Any]) -> ModelShape | Built:
-    name, read = read_config(config)
-    if not (why := why_no_shape(read)):
-        return shape_of_config(config)
-    module = module_of_config(name, read, why)
-    return Built(name, module, num_positions_in(module))
-
-
 def subject_for(model: "ModelShape | StatesOnly | Built | nn.Module", training: Training) -> Subject | StatesOnly:
     if isinstance(model, ModelShape):
         return subject_of(model, training)
     if isinstance(model, StatesOnly):
         return model
-    if isinstance(model, Built):
-        return subject_of_built(model.name, model.module, training)
-    return subject_of_module(model, training)
+    if not isinstance(model, Built):
+        return subject_of_module(model, training)
+    from ..core.schedule.units import find_units
+
+    module, made = model.module, partial(subject_of_module, model.module, built_from=model.name)
+    try:
+        # If the number of operations grows with the length, the model runs token by token.
+        lengths = (replace(training, seq=4), replace(training, seq=32))
+        short, longer = (sum(work.num_kernels for work in made(some).works(some).values()) for some in lengths)
+        if longer > 2 * short:
+            raise NotRunError(
+                f"this {type(module).__name__} runs token by token on the meta device, as no kernel of a GPU does; its "
+                "activations and time are not known"
+            )
+        return made(training)
+    except NotRunError as error:  # only the states can be planned
+        return StatesOnly(num_elems_of(find_units(module)), model.name, str(error))
 
 
 def subject_of(shape: ModelShape, training: Training) -> Subject:
@@ -144,29 +154,15 @@ def subject_of_module(model: "nn.Module", training: Training, units: "Units" = "
     facts: dict[str, object] = {"name": built_from or type(model).__name__, "num_params": num_elems_of(found)}
     if built_from:
         facts["class"] = type(model).__name__
-    if note := _idle(found, works(training)):
-        facts["note"] = note
-    return Subject(str(facts["name"]), tuple(found), works, 3 * flops / training.num_tokens, facts)
-
-
-def subject_of_built(name: str, model: "nn.Module", training: Training) -> Subject | StatesOnly:
-    """Plan a module that was built from a config.json; if it does not run, only its states can be planned."""
-    from ..core.schedule.units import find_units
-
-    try:
-        # If the number of operations grows with the length, the model runs token by token.
-        short, longer = (
-            sum(work.num_kernels for work in subject_of_module(model, some, built_from=name).works(some).values())
-            for some in (replace(training, seq=4), replace(training, seq=32))
+    # Units that token ids alone do not reach, such as a vision encoder.
+    idle = [unit for unit in found if works(training)[unit.name] is _NOTHING and not unit.holds_units]
+    if idle:
+        facts["note"] = (
+            f"activations and time are those of token ids alone: {len(idle)} units with "
+            f"{num_elems_of(idle) / 1e6:,.0f}M parameters ({idle[0].name}, ...) do not run on them, and only their "
+            "state and traffic are counted"
         )
-        if longer > 2 * short:
-            raise NotRunError(
-                f"this {type(model).__name__} runs token by token on the meta device, as no kernel of a GPU does; its "
-                "activations and time are not known"
-            )
-        return subject_of_module(model, training, built_from=name)
-    except NotRunError as error:
-        return StatesOnly(num_elems_of(find_units(model)), name, str(error))
+    return Subject(str(facts["name"]), tuple(found), works, 3 * flops / training.num_tokens, facts)
 
 
 _NOTHING = Work(0, 0, 0, 0)
@@ -176,17 +172,6 @@ def _checkpointed(forward: "Forward") -> "Forward":
     from torch.utils.checkpoint import checkpoint
 
     return partial(checkpoint, forward, use_reentrant=False)
-
-
-def _idle(found: list[UnitSpec], works: Mapping[str, Work]) -> str:
-    """Name the units that token ids alone do not reach, such as a vision encoder."""
-    idle = [unit for unit in found if works[unit.name] is _NOTHING and not unit.holds_units]
-    if not idle:
-        return ""
-    return (
-        f"activations and time are those of token ids alone: {len(idle)} units with {num_elems_of(idle) / 1e6:,.0f}M "
-        f"parameters ({idle[0].name}, ...) do not run on them, and only their state and traffic are counted"
-    )
 
 
 def num_elems_of(units: list[UnitSpec]) -> int:
