@@ -24,7 +24,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
-from shardwise.planner.hardware.gpus import Efficiency, Overheads, generation_of
+from shardwise.planner.hardware.gpus import DATA, Efficiency, Overheads
 
 from .planner_published import Row, Step, predicted_s, steps_and_left_out, unit_seconds
 
@@ -60,7 +60,8 @@ GAP_S = 3e-6
 
 
 def efficiency_for(step: Step, constants: Constants) -> Efficiency:
-    generation = generation_of(step.cluster.gpu.name)
+    name = step.cluster.gpu.name
+    generation = next(row[0] for row in DATA["generations"] if name.startswith(tuple(row[1])))
     family = RELATIVE.get(generation, generation)
     gain = constants.flash2 if step.row.stack in ("torch 2.2", "torch 2.3+") else 1.0
     return Efficiency(

@@ -175,20 +175,11 @@ def gpu_of_device(device_name: str) -> Gpu | None:
 
 
 def efficiency_of(gpu_name: str) -> Efficiency:
-    _, _, like, is_measured = _generation(gpu_name)
-    values = DATA["efficiency"][like]
-    source = values["source"] if is_measured else f"not measured; as an {like}: {values['source']}"
-    return Efficiency(**{**values, "source": source})
-
-
-def generation_of(gpu_name: str) -> str:
-    return str(_generation(gpu_name)[0])
-
-
-def _generation(gpu_name: str) -> list[Any]:
-    for row in DATA["generations"]:
-        if gpu_name.startswith(tuple(row[1])):
-            return list(row)
+    for _, prefixes, like, is_measured in DATA["generations"]:
+        if gpu_name.startswith(tuple(prefixes)):
+            values = DATA["efficiency"][like]
+            source = values["source"] if is_measured else f"not measured; as an {like}: {values['source']}"
+            return Efficiency(**{**values, "source": source})
     raise ConfigurationError(f"GPU {gpu_name!r}: its efficiency is not known; see planner/hardware/gpus.json")
 
 

@@ -200,42 +200,58 @@ def units_of(shape: ModelShape, lora: Lora | None = None) -> list[UnitSpec]:
 
 @lru_cache(maxsize=32)
 def _units(shape: ModelShape, lora: Lora | None) -> tuple[UnitSpec, ...]:
-    parts, dtype, trains_all = _parts(shape), shape.dtype, lora is None
+    parts = _parts(shape)
     # Blocks of transformers are recognised by class, those of the in-tree model by repetition.
     splits_blocks = shape.code == "hf" or shape.layers > 1
     if lora is not None:
         parts = _with_adapters(parts, lora.r, targets_of(shape, lora))
     tied = next((Site(part.path, "weight") for part in parts.after if part.is_tied), None)
-    root: list[Param] = []
-    root_is_embedding = tied is None
     least = least_outside(parts.num_block_elems) if splits_blocks else parts.num_elems + 1
+    owned: dict[str, list[Param]] = {ROOT: []}
 
-    def outside(group: tuple[Part, ...]) -> list[UnitSpec]:
-        nonlocal root_is_embedding
-        found = []
+    def params_of(part: Part, path: str) -> list[Param]:
+        trainable, dtype = lora is None or part.is_adapter, FP32 if part.is_adapter else shape.dtype
+        return [
+            Param(f"{path}.{attribute}", size, dtype, trainable, (Site(path, attribute),), part.is_embedding)
+            for attribute, size in part.params
+        ]
+
+    def add_outside(group: tuple[Part, ...]) -> None:
         for part in group:
-            params = _params(part, dtype, trains_all)
+            params = params_of(part, part.path)
             if part.is_tied:
-                params = params[1:]
+                del params[0]
             elif tied is not None and part is parts.before[0]:
-                root.append(replace(params[0], sites=(*params[0].sites, tied)))
-                params = params[1:]
-            if params and part.num_elems >= least:
-                found.append(UnitSpec(part.path, part.path, params, False, not part.is_embedding))
-            elif params:
-                root.extend(params)
-                root_is_embedding = root_is_embedding and part.is_embedding
-        return found
+                owned[ROOT].append(replace(params[0], sites=(*params[0].sites, tied)))
+                del params[0]
+            owned.setdefault(part.path if part.num_elems >= least else ROOT, []).extend(params)
 
-    first = outside(parts.before)
-    blocks = _blocks(parts, dtype, trains_all)
-    if not splits_blocks:
-        root.extend(param for block in blocks for param in block.params)
-        root_is_embedding, blocks = False, []
-    units = [*first, *blocks, *outside(parts.after)]
-    if root:
-        units.insert(0, UnitSpec(ROOT, "", tuple(root), bool(units), not root_is_embedding))
-    return tuple(units)
+    add_outside(parts.before)
+    # A block is one unit, or one for each large part and one for the rest.
+    in_block = ["", *_large_parts(parts.block)] if splits_blocks else []
+    around = [[unit for unit in in_block if _is_in(part.path, unit)] for part in parts.block]
+    owners = [max(units, key=len, default=None) for units in around]
+    for path in parts.block_paths:
+        names = {None: ROOT} | {unit: f"{path}.{unit}" if unit else path for unit in in_block}
+        for name in names.values():
+            owned.setdefault(name, [])
+        for part, owner in zip(parts.block, owners, strict=True):
+            owned[names[owner]] += params_of(part, f"{path}.{part.path}")
+    add_outside(parts.after)
+    owned = {name: params for name, params in owned.items() if params}
+    holding = {ROOT} if len(owned) > 1 else set()
+    holding |= set(parts.block_paths) if len(in_block) > 1 else set()
+    return tuple(
+        UnitSpec(
+            name,
+            "" if name == ROOT else name,
+            tuple(params),
+            name in holding,
+            # Only the backward of an embedding does not read its weight.
+            not all(param.is_table for param in params) or (name == ROOT and tied is not None),
+        )
+        for name, params in owned.items()
+    )
 
 
 _IN_TREE_WORDS = {
@@ -370,32 +386,6 @@ def _with_adapters(parts: Parts, r: int, targets: Sequence[str]) -> Parts:
 
 def _ends_in(path: str, targets: Sequence[str]) -> bool:
     return any(path == target or path.endswith(f".{target}") for target in targets)
-
-
-def _params(part: Part, dtype: DType, trains_all: bool) -> tuple[Param, ...]:
-    trainable, own = trains_all or part.is_adapter, FP32 if part.is_adapter else dtype
-    return tuple(
-        Param(f"{part.path}.{attribute}", size, own, trainable, (Site(part.path, attribute),), part.is_embedding)
-        for attribute, size in part.params
-    )
-
-
-def _blocks(parts: Parts, dtype: DType, trains_all: bool) -> list[UnitSpec]:
-    """Return the units of all blocks, which differ only in paths: one each, or one per large part and the rest."""
-    units = ["", *_large_parts(parts.block)]
-    owners = [max((unit for unit in units if _is_in(part.path, unit)), key=len) for part in parts.block]
-    rows = [(p, unit) for part, unit in zip(parts.block, owners, strict=True) for p in _params(part, dtype, trains_all)]
-    found = []
-    for path in parts.block_paths:
-        owned: dict[str, list[Param]] = {unit: [] for unit in units}
-        for p, unit in rows:
-            sites = (Site(f"{path}.{p.sites[0].module}", p.sites[0].attribute),)
-            owned[unit].append(Param(f"{path}.{p.name}", p.shape, p.dtype, p.trainable, sites))
-        for unit, params in owned.items():
-            name = f"{path}.{unit}" if unit else path
-            if params:
-                found.append(UnitSpec(name, name, tuple(params), not unit and len(units) > 1, True))
-    return found
 
 
 def _large_parts(block: Sequence[Part]) -> list[str]:
