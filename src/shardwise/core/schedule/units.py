@@ -27,10 +27,11 @@ Units = str | int | Sequence["str | type[nn.Module]"]
 
 def find_units(model: nn.Module, units: Units = "auto") -> list[UnitSpec]:
     """The units in the order of their modules, the root first. Units without parameters are left out."""
+    params = _params(model)  # first: it refuses parameters whose elements cannot be counted
     modules, chosen = dict(model.named_modules()), set(_unit_paths(model, units))
     paths = ["", *(path for path in modules if path in chosen)]
     owned: dict[str, list[Param]] = {path: [] for path in paths}
-    for param in _params(model):
+    for param in params:
         around = [path for path in paths if all(_is_in(site.module, path) for site in param.sites)]
         owned[max(around, key=len)].append(param)
     found = []
