@@ -65,11 +65,10 @@ def yaml_node(text: str, where: str) -> "yaml.Node | None":
         if node is not None and _num_nodes(node, {}) > MOST_NODES:
             raise ConfigurationError(f"{where} refers to itself, or its aliases stand for too much; write it out")
         return node
-    except yaml.MarkedYAMLError as error:
-        line = f" line {error.problem_mark.line + 1}" if error.problem_mark else ""
-        raise ConfigurationError(f"{where}{line} is not YAML: {error.problem}") from None
     except yaml.YAMLError as error:
-        raise ConfigurationError(f"{where} is not YAML: {' '.join(str(error).split())}") from None
+        mark = getattr(error, "problem_mark", None)
+        line, why = f" line {mark.line + 1}" if mark else "", getattr(error, "problem", None) or error
+        raise ConfigurationError(f"{where}{line} is not YAML: {' '.join(str(why).split())}") from None
     except RecursionError:
         raise ConfigurationError(f"{where} is nested too deep") from None
 
