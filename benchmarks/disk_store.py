@@ -28,7 +28,7 @@ from shardwise.base.files import is_direct, read_at, write_at
 from shardwise.bench.pages import commit, processor
 from shardwise.core.native.library import library
 from shardwise.core.offload.arena import Arena
-from shardwise.core.offload.disk import Disk, memory_of, reserve
+from shardwise.core.offload.disk import Disk, reserve
 from shardwise.core.schedule.state_bytes import padded_bytes
 
 from .pages import benchmark_page, show, spread, table
@@ -68,7 +68,7 @@ class Plain:
         fill(self._memory)
 
     def go(self, way: str, num_threads: int, block_bytes: int) -> None:
-        threads, view = [], memory_of(self._memory)
+        threads, view = [], memoryview(self._memory.numpy())
         for do in DOING[way]:
             blocks = iter(range(0, self._num_bytes, block_bytes))  # one `next` at a time: the interpreter's lock
             for _ in range(num_threads):

@@ -14,14 +14,12 @@ import time
 import torch
 
 from shardwise.core import mesh
-from shardwise.core.engine.guards import engine_of
 from shardwise.trainer.checks import completed
 from shardwise.trainer.config import resolve
 from shardwise.trainer.launcher import launch
 from shardwise.trainer.loop import run_steps
 from shardwise.trainer.models.headloss import loss_sum
 from shardwise.trainer.out_of_memory import FailureContext
-from shardwise.trainer.profile import Profile
 from shardwise.trainer.run import set_up
 from shardwise.trainer.run_state import Run
 from shardwise.trainer.settings import settings_from_json
@@ -33,7 +31,7 @@ TURNS = 8  # of each, after one of each to warm up
 def measure(text: str) -> int:
     settings = completed(settings_from_json(text), torch.cuda.is_available())
     mesh.init(device=settings.device)
-    run = set_up(settings, FailureContext(settings))
+    run = set_up(settings, FailureContext())
     ratios = []
     for turn in range(TURNS + 1):
         first = 2 * turn * STRETCH
@@ -51,9 +49,8 @@ def measure(text: str) -> int:
 
 def in_the_loop(run: Run, first: int) -> float:
     run.step, run.num_steps, run.records.num_steps = first, first + STRETCH, first + STRETCH
-    profile = Profile(run.folder, False, run.device.type, engine_of(run.model).gathers.settle)
     began = now(run)
-    run_steps(run, profile)
+    run_steps(run, lambda: None)
     return now(run) - began
 
 

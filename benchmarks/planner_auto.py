@@ -51,12 +51,12 @@ from benchmarks.planner_measure import (
     timed,
 )
 from shardwise.api import sharding
-from shardwise.api.preparation import training_of
 from shardwise.api.sharding import chosen_plan
 from shardwise.bench import fabric
 from shardwise.bench.measure import failure
 from shardwise.core.layout import AUTO, PRESETS
 from shardwise.core.mesh import everyone, make_axes
+from shardwise.core.optim.probe import num_moments
 from shardwise.core.precision import precision_of
 from shardwise.core.schedule.units import find_units
 from shardwise.planner.assess import Assessment
@@ -64,6 +64,7 @@ from shardwise.planner.auto import AutoRequest, choose, machine_here
 from shardwise.planner.hardware import links
 from shardwise.planner.planning import Plan
 from shardwise.planner.search import strategy_of
+from shardwise.planner.training import Training
 from shardwise.trainer.optimizers import optimizer_for
 from shardwise.trainer.settings import Settings
 
@@ -135,7 +136,13 @@ def plan_with_all(case: Case, device: torch.device) -> Plan:
     with played(case, device) as emulated:
         model = build(case, device)
         precision = precision_of(case.precision, case.reduce)
-        training = training_of(optimizer_for(model, Settings()), precision, batch_of(case))
+        training = Training(
+            precision=precision,
+            moments=num_moments(optimizer_for(model, Settings()), precision),
+            micro_batch=case.micro_batch,
+            seq=case.seq,
+            num_micro_batches=case.num_micro_batches,
+        )
         axes = make_axes(emulated.node_size)
         here = machine_here(everyone(), axes, ENDLESS)
         return choose(model, find_units(model, "auto"), AutoRequest(training, batch_of(case), "auto", None, ()), here)

@@ -11,7 +11,7 @@ import shardwise as sw
 from shardwise.api.memory_report import Memory
 from shardwise.core.engine.guards import engine_of
 from shardwise.core.engine.streams import PendingHostCopy
-from shardwise.trainer.profile import Profile
+from shardwise.trainer.profile import traced_steps
 from tests.gpu.test_gpu import batch, build
 from tests.harness import Pool
 
@@ -77,12 +77,13 @@ def trace(folder: Path) -> None:
     sw.init(device="cuda:0")
     model, optimizer = build()
     model, optimizer = sw.shard(model, optimizer, "zero3", precision="bf16")
-    with Profile(folder, True, "cuda", engine_of(model).gathers.settle) as profile:
+    engine = engine_of(model)
+    with traced_steps(folder, "cuda", engine.gathers.settle, engine.finish_updates) as after_step:
         for step in range(6):
             model(*batch(step)).backward()
             optimizer.step()
             optimizer.zero_grad()
-            profile.step()
+            after_step()
 
 
 def test_a_trace_has_kernels_and_our_ranges(run_ranks: Pool, tmp_path: Path) -> None:
