@@ -11,9 +11,9 @@ from torch import nn
 import shardwise as sw
 from tests.architecture.source import PACKAGE, trees
 
-# Lines of Python. They only go down: the goal is 10,000 for the core, and 36,000 in 260 files for the package.
-MAX_LINES = {"core/": 10_230, "": 41_702}
-MAX_FILES = 218
+# Lines of Python. They only go down: the goal is 36,000 for the package.
+MAX_LINES = {"core/": 9_390, "": 39_000}
+MAX_FILES = 217
 MAX_FILE_LINES = 500
 MIN_FILE_LINES = 40
 MAX_PARAMETERS = 8

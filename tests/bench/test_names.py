@@ -43,7 +43,7 @@ def test_a_mix_may_write_a_row_of_the_table_out() -> None:
         ("zero4", "unknown strategy 'zero4'; did you mean 'zero"),
         ("auto+optimizer=hots", "'hots' is no place; did you mean 'host'?"),
         ('{"*": "zero3"', "is no JSON"),
-        ('{"*": 3}', "a strategy is a preset's name or a Layout, not int 3"),
+        ('{"*": 3}', "a strategy is a preset's name, a Layout or a mapping of units to them, not int 3"),
         ('{"*": {"param": "node"}}', "a layout has no 'param'; did you mean 'params'?"),
     ],
 )
