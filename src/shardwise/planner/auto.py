@@ -1,8 +1,8 @@
 """`strategy="auto"`: the planner's search, with the memory that is free and the links as they are.
 
-The memory of activations is probed on the meta device, for the micro-batch that the caller gives. Without one, or for a
-model that cannot be probed, a quarter of the memory is left to them, and only traffic and updates are compared.
-Quantised collectives, and a disk without a folder for it, are used only on request.
+The memory of activations is found by running the model on the meta device, with the micro-batch that the caller gives.
+Without a micro-batch, or if the model fails there, a quarter of the memory is left to activations, and only traffic and
+updates are compared. Quantised collectives are used only on request, and a disk only if a folder on it is given.
 """
 
 import logging
@@ -39,12 +39,12 @@ UNKNOWN_SHARE = 0.25
 # Size of the all-gather that measures the links.
 PROBE_BYTES = {"cuda": 64 << 20, "cpu": 8 << 20}
 NUM_PROBES = 5
-# Latency of a collective on a device while the host has already queued further work.
+# Latency of a collective on a device, if the host has queued it early enough.
 LATENCY_US = 20.0
-# The cores that compute also send, and every collective costs Python and gloo a part of a millisecond. One core encoded
-# at 3 % and decoded at 5 to 8 % of its copy rate.
+# On CPU ranks the same cores compute and send, and each collective costs Python and gloo a part of a millisecond. One
+# core encoded at 3 % and decoded at 5 to 8 % of the rate at which it copies.
 PROCESSOR_OVERHEADS = Overheads(contention=2.0, event_s=5e-4, coding=0.05)
-# Measurements differ by this fraction from one start to the next.
+# On a CPU, plans this close to the fastest count as equally fast: measured rates differ this much between starts.
 PROCESSOR_TIE = 0.1
 # The rates of a CPU are measured, so they are reached in full.
 PROCESSOR = Efficiency(1.0, 1.0, 1.0, prologue=0.0, tail=0.0, ramp=0.0, narrow=1.0, gap_s=5e-6, source="measured")
@@ -72,7 +72,7 @@ class AutoRequest:
 
 
 def choose(model: nn.Module, found: list[UnitSpec], asked: AutoRequest, machine: Machine) -> Plan:
-    """Plan with the fastest strategy that fits and is exact, or quantised as requested, in its `recommended`."""
+    """Return a plan whose `recommended` is the fastest strategy that fits. Without a requested codec it is exact."""
     if asked.disk_path is None and any(layout.uses_disk for layout in moved_presets(asked.moves)):
         raise PlaceError(
             f"strategy '{AUTO}' with {', '.join(asked.moves)}: state goes to disk, and no folder is named for it:"
@@ -113,8 +113,8 @@ def choose(model: nn.Module, found: list[UnitSpec], asked: AutoRequest, machine:
 
 
 def machine_here(world: Channel, axes: Axes, free_bytes: int, disk_path: Path | None = None) -> Machine:
-    """Describe the devices of all ranks, with `free_bytes` each, and the measured links. Host and disk have the free
-    bytes of the machine that has least. All ranks must call this function, and all get the same value."""
+    """Describe the devices of all ranks, with `free_bytes` each, and the measured links. For host and disk, the machine
+    with the least free bytes counts. All ranks must call this function, and all get the same value."""
     gpu, efficiency = _device_here(free_bytes, world)
     num_nodes = axes.world_size // axes.node_size
     on_disk = 0 if disk_path is None else free_bytes_on(disk_path)
@@ -140,14 +140,14 @@ def machine_here(world: Channel, axes: Axes, free_bytes: int, disk_path: Path | 
 
 
 def host_bytes_here() -> int:
-    """Free memory of this machine; a container may have less than the machine."""
+    """Free memory of this machine, at most the memory limit of the container."""
     memory = psutil.virtual_memory()
     limit = memory_limit(memory.total)
     return min(memory.available, memory.total if limit is None else limit)
 
 
 def free_bytes_on(folder: Path) -> int:
-    """Free bytes of the disk of a folder; 0 if there is no such folder."""
+    """Free bytes of the disk that holds `folder`; 0 if there is no such folder."""
     if not folder.is_dir():
         return 0
     seen = os.statvfs(folder)
@@ -155,8 +155,8 @@ def free_bytes_on(folder: Path) -> int:
 
 
 def _measured_links(world: Channel, axes: Axes) -> dict[str, Link]:
-    """Measure the links with all-gathers over all ranks: inside the node if there is only one, else between nodes.
-    Two sizes are gathered, because both contain the same fixed cost."""
+    """Measure links with all-gathers over all ranks: those inside the node if there is one node, else those between
+    nodes. The difference between two sizes is used: it does not contain the fixed cost of a collective."""
     if world.num_ranks == 1:
         return {}
     (less, less_s), (more, more_s) = (_gathered(world, PROBE_BYTES[device().type] // part) for part in (8, 1))
@@ -168,14 +168,14 @@ def _measured_links(world: Channel, axes: Axes) -> dict[str, Link]:
 
 
 def _gathered(world: Channel, num_bytes: int) -> tuple[float, float]:
-    """Return the bytes that pass through a rank of the ring, and the seconds on the slowest rank."""
+    """Time all-gathers. Return the bytes that each rank of the ring receives, and the seconds on the slowest rank."""
     num_bytes -= num_bytes % world.num_ranks
     buffer = torch.zeros(num_bytes, dtype=torch.uint8, device=device())
     times = []
     for _ in range(1 + NUM_PROBES):  # the first one warms up
         begin_s = time.perf_counter()
         finish(start_all_gather(world, buffer, "a first measurement"))
-        buffer[-1].item()  # until the device has it
+        buffer[-1].item()  # waits for the device
         times.append(time.perf_counter() - begin_s)
     return num_bytes * (world.num_ranks - 1) / world.num_ranks, max(exchange(world, min(times[1:])))
 
@@ -185,10 +185,10 @@ def _device_here(free_bytes: int, world: Channel) -> tuple[Gpu, Efficiency]:
     if where.type == "cuda":
         name = torch.cuda.get_device_name(where)
         known = gpu_of_device(name)
-        # An unknown GPU is treated as an A100: all compared strategies run on the same one.
+        # An unknown GPU counts as an A100, which is the same for all strategies that are compared.
         gpu = gpu_named("A100-80GB") if known is None else known
         return replace(gpu, name=name if known is None else gpu.name, memory_bytes=free_bytes), efficiency_of(gpu.name)
-    # The FLOP/s of a product and the bytes/s of a copy, while the other ranks of this machine measure them, too.
+    # Measure the FLOP/s of a product and the bytes/s of a copy, at the same time as the other ranks of this machine.
     a, b = torch.ones(512, 512), torch.ones(512, 512)
     long, into = torch.ones(4 << 20), torch.ones(4 << 20)
     product_s = min(timeit.repeat(lambda: torch.mm(a, b), number=1, repeat=5))

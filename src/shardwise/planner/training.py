@@ -13,18 +13,18 @@ Loss = Literal["chunked", "plain", "fused"]
 EngineName = Literal["shardwise", "fsdp2"]
 
 USUAL_SEQ = 2048
-# Upper limits: larger than any real training, and small enough to enumerate.
+# Upper limits, larger than any real training.
 MOST = {"seq": 10**8, "micro_batch": 10**6, "num_micro_batches": 10**6}
 MOST_RANK = 10**6
 
-# Tensors of the master's size and dtype that an optimizer stores (SGD with momentum). 8-bit moments have one fp32 scale
-# per 256 elements.
+# Memory of an optimizer's moments, as a multiple of the memory of the masters. SGD has momentum. 8-bit moments have one
+# fp32 scale per 256 elements.
 MOMENTS: dict[Optimizer, float] = {"adamw": 2.0, "adamw8bit": 2 * (1 + 4 / 256) / 4, "sgd": 1.0}
 
 
 @dataclass(frozen=True, slots=True)
 class Lora:
-    """Adapters of rank `r` on the linear layers named in `targets`; none named: peft's choice for the family."""
+    """LoRA adapters of rank `r` on the linear layers `targets`; (): those that peft uses for this kind of model."""
 
     r: int = 16
     targets: tuple[str, ...] = ()
@@ -37,21 +37,21 @@ class Lora:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Training:
     """Settings of one training step. Sizes are per rank. `loss`: "chunked" is the trainer's own, "plain" is the usual
-    cross-entropy on full logits, "fused" is Liger's. `engine`: the engine whose memory is predicted; another one than
-    ours serves only to compare with published measurements."""
+    cross-entropy on full logits, "fused" is Liger's. `engine`: the engine whose memory is predicted; "fsdp2" is there
+    only for comparisons with published measurements."""
 
     seq: int = USUAL_SEQ
     micro_batch: int = 1
     num_micro_batches: int = 1
     precision: str | Precision = "bf16"
-    reduce: str | None = None
+    reduce: str | None = None  # reduce dtype; None: that of `precision`
     optimizer: Optimizer = "adamw"
     lora: Lora | None = None
     checkpointing: Checkpointing = "none"
     compile: bool = False
     loss: Loss = "chunked"
     engine: EngineName = "shardwise"
-    moments: float | None = None  # for an optimizer that is not in `MOMENTS`
+    moments: float | None = None  # replaces the value in `MOMENTS`, for another optimizer
 
     def __post_init__(self) -> None:
         for why in self._problems():

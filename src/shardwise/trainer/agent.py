@@ -1,9 +1,9 @@
 """Torch's elastic agent, in this process: it starts the ranks, and starts them again after a crash.
 
 Torch's agent provides the rendezvous of machines, the restarts and the store at which ranks meet. Its messages and its
-signal handling are replaced, see `rank_watcher`. So is the place where the launchers meet. One machine meets on the
-loopback. Torch's rendezvous of several machines keeps a pickle in a store that anyone on the network can write to, and
-a pickle can execute code in the launchers. Here the pickle is signed with a key in the run folder, which the
+signal handling are replaced (see `rank_watcher`), and so is its rendezvous. On one machine, the store listens on the
+loopback interface only. For several machines, torch keeps a pickle in a store that anyone on the network can write to,
+and a pickle can execute code in the launchers. Here the pickle is signed with a key in the run folder, which the
 machines share and other users cannot read; a pickle without that signature is not loaded.
 """
 
@@ -42,16 +42,16 @@ from .settings import Settings, num_nodes
 
 ALONE, SIGNED = "alone", "signed"
 MEETING_S = 600  # machines of one job may be started minutes apart
-# Exit codes from the mildest to the gravest; any other code counts as a crash.
+# Exit codes (docs/training.md) from the least to the most serious; any other code is a crash, the most serious.
 GRAVITY = (0, 130, 143, 2, 3, 4, 5, 1)
 KEY = "rendezvous.key"
 KEY_CHARS = 64
-KEY_S = 30.0  # another machine may be about to write it
+KEY_S = 30.0  # time limit for another machine to write the key
 SIGNATURE_BYTES = 32
 
 
 def run_agent(settings: Settings, num_ranks_here: int, task: Task) -> int:
-    """Start the ranks of this machine. Return the gravest of their exit codes, or 1 after saying why they failed."""
+    """Run the ranks of this machine. Return the most serious of their exit codes, or print the failure and return 1."""
     host = socket.gethostname()
     min_nodes, max_nodes = num_nodes(settings.nnodes)
 
@@ -71,7 +71,7 @@ def run_agent(settings: Settings, num_ranks_here: int, task: Task) -> int:
             signals_to_handle="SIGQUIT",
             **meeting,
         )
-        # The agent's log is about processes and tables; `first_failure` says why a run failed.
+        # Silence the agent's log, which is about processes. `first_failure` says why a run failed.
         for name in ("torch.distributed.elastic", "torch.distributed.launcher", "torch.multiprocessing"):
             logging.getLogger(name).addHandler(logging.NullHandler())
             logging.getLogger(name).propagate = False
@@ -80,7 +80,7 @@ def run_agent(settings: Settings, num_ranks_here: int, task: Task) -> int:
         except SignalException as ended:
             return watcher.code or 128 + ended.sigval
         except ChildFailedError as failed:
-            # A rank that has refused to run is the cause: the others failed because it left.
+            # If a rank has refused to run, this is the cause: the others failed because it ended.
             code = watcher.refusal if watcher.code is None else watcher.code
             if code is not None:
                 return code
@@ -108,9 +108,9 @@ def say(text: str) -> None:
 
 
 class _Starts(LogsSpecs):
-    """The agent calls it before each start of the ranks, and asks where they write their output.
+    """Prepares each start of the ranks: the agent calls `reify` before it, to ask where the ranks write their output.
 
-    Ranks open their logs themselves (see `rank`): the agent would open a file twice, for each stream, and empty it.
+    Ranks open their logs themselves (see `rank`): the agent would open and truncate a file twice, once per stream.
     """
 
     def __init__(self, folder: Path, watcher: RankWatcher, host: str) -> None:
@@ -134,7 +134,7 @@ class _Starts(LogsSpecs):
         errors = {local_rank: str(folder / f"error-{local_rank}.json") for local_rank in envs}
         for local_rank, file in errors.items():
             envs[local_rank]["TORCHELASTIC_ERROR_FILE"] = file
-            # The agent counts crashes only; a start because machines joined counts as well.
+            # The agent's own count has only crashes. This one also has restarts because machines joined or left.
             envs[local_rank]["TORCHELASTIC_RESTART_COUNT"] = str(self._num_starts - 1)
         terminal = dict.fromkeys(envs, "")
         return LogsDest(terminal, dict(terminal), {}, {}, errors, os.devnull, os.devnull)
@@ -151,7 +151,7 @@ def _meeting(settings: Settings, logs: Path) -> dict[str, Any]:
     return {
         "rdzv_backend": SIGNED if settings.rdzv_backend == "c10d" else settings.rdzv_backend,
         "rdzv_endpoint": settings.rdzv_endpoint or "",
-        # The same on every machine with the key, which it does not reveal.
+        # The default is a hash of the key: the same on every machine, and it does not reveal the key.
         "run_id": settings.rdzv_id or hashlib.sha256(key.read_bytes()).hexdigest()[:16],
         "rdzv_configs": configs,
     }
@@ -175,7 +175,7 @@ def shared_key(folder: Path) -> Path:
 
 
 class _Alone(StaticTCPRendezvous):
-    """One machine: each start of its ranks gets a new store, without the addresses of those before."""
+    """The rendezvous of one machine. Each start of the ranks gets a new store, without addresses of earlier ranks."""
 
     def __init__(self, params: rendezvous.RendezvousParameters) -> None:
         super().__init__(loopback.ADDRESS, 0, 0, 1, params.run_id, MEETING_S)
@@ -189,7 +189,7 @@ class _Alone(StaticTCPRendezvous):
 
 
 class _Signed(RendezvousBackend):
-    """Another backend, with a signature in front of every state; a state without it is refused."""
+    """Wraps another backend: puts a signature in front of every state, and refuses a state without a valid one."""
 
     def __init__(self, inner: RendezvousBackend, key: Path) -> None:
         self._inner, self._file, self._key = inner, key, key.read_bytes()
@@ -219,14 +219,14 @@ class _Signed(RendezvousBackend):
 
 
 def _signed(params: rendezvous.RendezvousParameters) -> rendezvous.RendezvousHandler:
-    """Make a handler. If the endpoint is an address of this machine, its store listens only there."""
+    """Make the handler of `SIGNED`. If the endpoint is an IP address of this machine, the store listens only there."""
     host, port = parse_rendezvous_endpoint(params.endpoint, default_port=29400)
     store: Store
     backend: RendezvousBackend
     try:
         if params.get_as_bool("is_host") is False:
             raise ValueError("the store is on another machine")
-        ipaddress.ip_address(host)  # not a name, which may stand for other addresses here than elsewhere
+        ipaddress.ip_address(host)  # ValueError for a host name: it may resolve to another address here
         store = loopback.store_at(host, port)
         backend = C10dRendezvousBackend(store, params.run_id)
     except (ValueError, OSError):

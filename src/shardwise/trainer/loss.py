@@ -1,17 +1,17 @@
 """The output projection and the cross-entropy in one, a chunk of tokens at a time.
 
-Logits are the largest tensor of a language model: 16384 tokens of a vocabulary of 128256 are 4.2 GB in bf16, 8.4 GB in
-fp32, and the plain path holds several of them at the moment when the activations of all blocks are alive too. Here
-only one chunk of them exists at a time, in the forward as in the backward.
+Logits are the largest tensor of a language model: for 16384 tokens and a vocabulary of 128256, 4.2 GB in bf16 and 8.4
+GB in fp32. The plain path holds several such tensors at a time when the activations of all blocks are alive, too. Here
+only one chunk of the logits exists at a time, in the forward and in the backward.
 
-The gradients of a chunk are computed in the forward, while its logits are there. The other way, to compute the logits
+The gradients of a chunk are computed in the forward, while its logits exist. The alternative, to compute the logits
 again in the backward, costs one more product of the size of the head (2 % of a step of an 8B model) and saves no
-memory: the gradient of the weight, which is held here from the forward to the backward, is made anyway at the beginning
-of the backward, and the loss is the end of the forward, so the peak is the same. Only several forwards before one
-backward hold more: one gradient of the weight each.
+memory. Here the gradient of the weight is held from the forward to the backward. There it is allocated when the
+backward begins, right after the loss, so the peak is the same. Our way needs more only if several forwards come before
+one backward: one gradient of the weight for each forward.
 
-All sums are fp32: logits, losses, and the gradients, which are those of the sum over the tokens until the backward
-scales them and rounds them once. So nothing underflows before loss scaling, and the number of chunks does not matter.
+All sums are in fp32: logits, losses and gradients. Until the backward, the gradients are those of the summed loss. The
+backward scales and rounds them once. So nothing underflows before loss scaling, and the number of chunks has no effect.
 """
 
 from typing import Any, Literal
@@ -24,12 +24,12 @@ from torch.autograd.function import once_differentiable
 
 from ..base.errors import ConfigurationError, did_you_mean
 
-# Limit of the fp32 logits of one chunk; with their softmax and its 16-bit copy a chunk takes 2.5 times as much.
-# Not less, because every chunk reads and writes the whole gradient of the weight: a product of at least some 500 tokens
-# hides that on a GPU, also for a vocabulary of 128k.
+# Limit of the fp32 logits of one chunk; with their softmax and its 16-bit copy a chunk takes 2.5 times as much. It is
+# not smaller, because every chunk reads and writes the whole gradient of the weight: on a GPU, a product of about 500
+# tokens or more hides this, also for a vocabulary of 128k.
 CHUNK_LOGITS_BYTES = 256 * 2**20
 
-# The number of tokens of a chunk is a multiple of this, because matrix units are faster then.
+# The number of tokens of a chunk is a multiple of this, because tensor cores are faster then.
 CHUNK_MULTIPLE = 64
 
 Reduction = Literal["mean", "sum"]
@@ -50,8 +50,8 @@ def chunked_cross_entropy(
     """Compute `F.cross_entropy(F.linear(hidden, weight), targets)` in fp32, without all logits in memory.
 
     hidden (..., hidden), weight (vocab, hidden), targets (...). The mean is over the targets that are not
-    `ignore_index`; without any it is NaN, with gradients of zero, as in torch. With `reduction="sum"` a mean over more
-    than this batch can be taken: divide by the number of targets there.
+    `ignore_index`; if there is none, it is NaN with zero gradients, as in torch. For a mean over several batches, use
+    `reduction="sum"` and divide by the number of targets in all of them.
     """
     if reduction not in ("mean", "sum"):
         raise ConfigurationError(f"reduction={reduction!r}: {did_you_mean(reduction, ['mean', 'sum'])}")
@@ -126,7 +126,7 @@ def _sums(
     needs_hidden: bool,
     needs_weight: bool,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Return the sum of the losses and its gradients by `hidden` and `weight`, in fp32 (fp64 for fp64 inputs)."""
+    """Return the summed loss and its gradients for `hidden` and `weight`, in fp32 (fp64 for fp64 inputs)."""
     wide = torch.promote_types(hidden.dtype, torch.float32)
     if hidden.device.type != "cuda":
         # Only CUDA has a product of 16-bit matrices with an fp32 result.
@@ -144,8 +144,8 @@ def _sums(
         total -= chosen.masked_fill(is_ignored, 0).sum()
         if grad_hidden is None and grad_weight is None:
             continue
-        # The gradient by the logits: probabilities, less one at the target. Ignored tokens are taken out on the other
-        # side of the products, where they are narrow.
+        # The gradient of the logits: the probabilities, minus one at the target. Ignored tokens are set to zero in the
+        # (chunk, hidden) tensors below instead, which are smaller than (chunk, vocab).
         slopes = scores.exp_().scatter_(1, wanted, chosen.exp_().sub_(1)).to(hidden.dtype)
         del scores
         if grad_hidden is not None:

@@ -1,14 +1,14 @@
 """`--offload` and `--wire`: state that is offloaded to host memory or disk, and the formats in which it is sent.
 
-    optimizer=host        all of it; optimizer=host:0.6 is a part, and the rest stays on the device
+    optimizer=host        all optimizer state in host memory; optimizer=host:0.6: 60 % of it, the rest on the device
     params=disk:/nvme     on disk, in this folder
-    disk:/nvme            only the folder: for a strategy that uses a disk itself; it also allows `auto` to use one
+    disk:/nvme            only the folder: for a strategy that puts state on disk; it also allows `auto` to use a disk
 
-    params=int8           on the wire: a codec
+    params=int8           for --wire: the codec in which parameters are sent
     params=int8:forward   only in the forward; the backward uses exact parameters
-    grads=int4:feedback
+    grads=int4:feedback   each encoding error is added to the next gradient
 
-Both may follow a preset's name, so a strategy with them is a strategy again.
+Both can be appended to the name of a preset (zero3+optimizer=host). The result is the name of a strategy, too.
 """
 
 import re
@@ -26,13 +26,13 @@ _PART = re.compile(r"[\d.]+(e-?\d+)?")
 
 @dataclass(frozen=True, slots=True)
 class Offload:
-    """`moves` in the form of `layout.changed`, including codecs, and the folder for state on disk."""
+    """Changes of a layout (`moves`, in the syntax of `layout.changed`, codecs included), and the folder on disk."""
 
     moves: tuple[str, ...]
     folder: Path | None
 
     def applied_to(self, strategy: Named) -> Named:
-        """Append the moves to every name. `layout_of` refuses a state that is moved twice."""
+        """Append the moves to the strategy's name, or to each name. `layout_of` refuses two moves of the same state."""
         if isinstance(strategy, dict):
             return {pattern: "+".join([name, *self.moves]) for pattern, name in strategy.items()}
         return "+".join([strategy, *self.moves])
@@ -55,7 +55,7 @@ def offload_of(words: Sequence[str], wire: Sequence[str] = ()) -> Offload:
 
 
 def _read(word: str) -> tuple[str, str]:
-    """Return a move and a folder; either may be empty."""
+    """Return the move and the folder of one value of `--offload`; either may be empty."""
     what, equals, where = word.partition("=")
     place, _, rest = (where if equals else word).partition(":")
     place = place.lower()
@@ -76,7 +76,7 @@ def _read(word: str) -> tuple[str, str]:
 
 
 def strategy_of(settings: Settings) -> Named:
-    """Return the requested strategy, with offload and wire."""
+    """Return the requested strategy with `--offload` and `--wire` appended."""
     return offload_of(settings.offload, settings.wire).applied_to(settings.strategy)
 
 
@@ -85,7 +85,7 @@ def is_auto(strategy: Named) -> bool:
 
 
 def check_strategy(strategy: Named, words: Sequence[str], wire: Sequence[str] = ()) -> None:
-    """Refuse strategies that are wrong whatever the model and the ranks are."""
+    """Refuse strategies that are wrong for every model and every number of ranks."""
     offload = offload_of(words, wire)
     for name in strategy.values() if isinstance(strategy, dict) else ():
         layout_of(name)
@@ -105,7 +105,7 @@ def check_strategy(strategy: Named, words: Sequence[str], wire: Sequence[str] = 
 
 
 def without_unused_folder(settings: Settings) -> Settings:
-    """Remove the folder for the disk if the strategy puts nothing there."""
+    """Remove the folder from `offload` if the strategy puts nothing on disk."""
     without = replace(settings, offload=tuple(word for word in settings.offload if "=" in word))
     strategy = strategy_of(without)
     uses_disk = is_auto(strategy) or any(layout.uses_disk for layout in _layouts(strategy).values())
@@ -113,8 +113,8 @@ def without_unused_folder(settings: Settings) -> Settings:
 
 
 def updates_early(settings: Settings) -> bool:
-    """Return whether units are updated inside the backward: if updates wait for the host or a disk, and need nothing
-    that depends on all gradients. The choice of `auto` is not known here."""
+    """Return whether units are updated during the backward: if optimizer state is on the host or on disk, and no update
+    needs all gradients, as clipping does. For `auto`, only its moves count: its choice is not known here."""
     if settings.max_grad_norm or settings.precision == "fp16" or settings.skip_nonfinite:
         return False
     return any(layout.optimizer_on != "device" for layout in _layouts(strategy_of(settings)).values())
@@ -123,7 +123,7 @@ def updates_early(settings: Settings) -> bool:
 def _layouts(asked: Named) -> dict[str, Layout]:
     layouts = {}
     for name in asked.values() if isinstance(asked, dict) else [asked]:
-        # A move that is possible under any preset is possible under the one that splits most.
+        # Instead of `auto`, check the preset that splits most: if any preset allows a move, this one does.
         row = re.sub(r"^[^+]*", MOST_SPLIT, name) if is_auto(asked) else name
         try:
             layouts[name] = layout_of(row)

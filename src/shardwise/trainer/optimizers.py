@@ -1,9 +1,9 @@
 """The optimizer of a run and its learning rate.
 
 Matrices have weight decay; norms and biases do not. The learning rate of a step is a pure function of the settings, so
-a resumed run needs no scheduler state. DeepSpeed's schedules differ from ours: they are one step late (the first two
-steps have the same rate), a linear warm-up starts at its lowest value and not one step above it, and a linear decay
-would reach its end two steps after the last one.
+a resumed run needs no scheduler state. DeepSpeed's schedules differ from ours. They are one step late: the first two
+steps have the same rate. Their linear warm-up starts at its lowest value, ours one step above it. Their linear decay
+would reach its end only two steps after the last step.
 """
 
 import math
@@ -34,7 +34,7 @@ def optimizer_for(model: nn.Module, settings: Settings) -> torch.optim.Optimizer
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
     for group in optimizer.param_groups:
-        if isinstance(group["lr"], Tensor):  # compiled updates read it from there
+        if isinstance(group["lr"], Tensor):  # a compiled update reads this tensor
             group["lr"].fill_(rate)
         else:
             group["lr"] = rate
@@ -51,7 +51,7 @@ def learning_rate(settings: Settings, step: int, num_steps: int) -> float:
     first = warmup
     if settings.lr_scheduler_type == "wsd":
         first = max(first, num_steps - (settings.decay_steps or max(num_steps // 5, 1)))
-    # From 0 at the first step that decays to 1 at the last one.
+    # 0 at step `first`, where the decay begins, and 1 at the last step.
     progress = min(max((step - first) / max(num_steps - 1 - first, 1), 0.0), 1.0)
     factor = {
         "cosine": least + (1 - least) * 0.5 * (1 + math.cos(math.pi * progress)),
@@ -63,14 +63,14 @@ def learning_rate(settings: Settings, step: int, num_steps: int) -> float:
 
 
 def num_warmup_steps(settings: Settings, num_steps: int) -> int:
-    part = settings.warmup_steps
+    part = settings.warmup_steps  # below 1: a fraction of all steps
     return math.ceil(part * num_steps) if part < 1 else int(part)
 
 
 def learning_rate_rise(settings: Settings, before: float | None, step: int, num_steps: int) -> str:
-    """Return a warning if a run that resumes after `step` steps has another schedule now, and a higher rate.
+    """Return a warning if a run that resumes after `step` steps has a new schedule that raises the rate, else "".
 
-    `before` is the rate of its last step; None: unknown.
+    `before` is the rate of the last step before the resume; None: unknown.
     """
     if before is None or not 0 < step < num_steps:
         return ""

@@ -1,8 +1,8 @@
 """GPUs by name, what they reach of their data sheets, and the FLOP that a token costs. All tables are in `gpus.json`.
 
-Memory is what drivers report to torch (`total_memory`), FLOP/s (dense, summed in fp32) and memory bandwidth are those
-of data sheets, links the bus bandwidth that rings reach (nccl-tests). Unmeasured GPUs take the efficiency of the most
-similar measured one, and `source` says so. docs/planner.md has the sources of all constants.
+Memory is what drivers report to torch (`total_memory`). FLOP/s (dense, summed in fp32) and memory bandwidth are from
+data sheets. Links have the bus bandwidth that rings reach in nccl-tests. A GPU that was not measured has the efficiency
+of the most similar measured one, and `source` says so. docs/planner.md has the sources of all constants.
 """
 
 import json
@@ -23,7 +23,7 @@ HOST_LATENCY_US = 10.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Host:
-    """A GPU's share of its node: memory, disks, and the parameters that the cores can update in a second."""
+    """One GPU's share of its node's host: memory, disks, and parameters per second that its cores update with Adam."""
 
     host_bytes: int
     disk_bytes: int
@@ -36,10 +36,10 @@ class Host:
 class Gpu:
     """A GPU and its links.
 
-    `flops`: dense, in 16 bits. `memory_bytes`: total memory as torch reports it. `context_bytes`: memory of a process
-    before its first tensor, without the buffers of the collectives. `intra` and `pcie`: bandwidth of collectives to the
-    other GPUs of the node, and of copies to the host, in each direction. `switch`: bus bandwidth of an all-reduce
-    inside a node if the switch reduces (NVLS).
+    `flops`: dense FLOP/s in 16 bits. `memory_bytes`: total memory as torch reports it. `context_bytes`: memory that a
+    process uses before its first tensor, without the buffers of collectives. `intra`: bandwidth of collectives inside
+    the node. `pcie`: of copies to and from the host, in each direction. `switch`: bus bandwidth of an all-reduce inside
+    the node if the NVLink switch does the sums (NVLS).
     """
 
     name: str
@@ -67,12 +67,12 @@ DATA: dict[str, Any] = json.loads(Path(__file__).with_suffix(".json").read_text(
 
 @dataclass(frozen=True, slots=True)
 class Efficiency:
-    """Share of a GPU's peak that is reached: `products`, `attention` and `memory` for large sizes.
+    """Fractions of a GPU's peak that large sizes reach (`products`, `attention`, `memory`), and costs of small sizes.
 
-    A product of (m x k) by (k x n) takes as long as 2 (k + prologue) (mn + tail) FLOP at that share: filling a tile's
-    pipeline costs `prologue` steps of the inner dimension, and the last wave of tiles leaves processors idle as if
-    `tail` more outputs were made. Attention reaches half of its share at a sequence of `ramp`, and `narrow` of it with
-    heads of 64. `gap_s` is the idle time of the device between two kernels.
+    A product of (m x k) by (k x n) takes as long as 2 (k + prologue) (mn + tail) FLOP at its fraction: filling a tile's
+    pipeline costs `prologue` steps of the inner dimension, and the last wave of tiles leaves processors idle, as if
+    there were `tail` more outputs. Attention reaches half of its fraction at sequence length `ramp`; head sizes up to
+    64 multiply it by `narrow`. `gap_s` is the idle time of the device between two kernels.
     """
 
     products: float
@@ -86,8 +86,8 @@ class Efficiency:
     source: str
 
 
-# Measured on an H200, and used for all GPUs: codecs reach 0.80 to 0.82 of its bandwidth when they encode and decode,
-# 0.62 (int4) and 0.77 (int8) when they sum the data of eight ranks (benchmarks/codecs.py).
+# Fraction of the memory bandwidth that codecs reach, for all GPUs. An H200 reaches 0.80 to 0.82 when it encodes or
+# decodes, 0.62 (int4) and 0.77 (int8) when it sums the data of eight ranks (benchmarks/codecs.py).
 CODING = 0.75
 
 
@@ -95,10 +95,10 @@ CODING = 0.75
 class Overheads:
     """Costs of a real machine beyond the figures of its links.
 
-    `contention`: computation takes this many times as long while a collective runs, which takes processors, memory
-    bandwidth and power from it. `hop_us`: latency of a ring for every node beyond the first. The host needs
-    `launch_s` to queue a kernel (with torch and autograd around it) and `event_s` to start a gather or a reduction.
-    `coding`: the share of the memory's bandwidth at which data is encoded and decoded.
+    `contention`: computation takes this many times as long while a collective runs, because the collective also needs
+    processors, memory bandwidth and power. `hop_us`: latency of a ring for every node after the first. The host needs
+    `launch_s` to queue a kernel (torch and autograd included) and `event_s` to start a gather or a reduction.
+    `coding`: fraction of the memory bandwidth at which data is encoded and decoded.
     """
 
     contention: float = 1.0
@@ -108,13 +108,13 @@ class Overheads:
     coding: float = CODING
 
 
-# Nothing but the links costs time.
+# No overheads, except for codecs.
 IDEAL = Overheads()
-# Our H200's own host, a virtual machine that is slow at queueing, under the emulated fabric, which takes nothing from
-# the computation. Median over the steps that it limits; they differ by a quarter from run to run.
+# Our H200 under the emulated fabric, which does not slow the computation. Its host is a virtual machine that queues
+# work slowly. Medians over the steps that the host limits; these times differ by a quarter from run to run.
 EMULATED = Overheads(launch_s=38e-6, event_s=180e-6)
-# Contention and hops: fitted on llm-foundry. Two thirds of a collective's time are not hidden by concurrent computation
-# (torchtitan's data: keeping units gathered saves as much as their gathers take). The host: a guess for a fast one.
+# `contention` and `hop_us` are fitted to llm-foundry's data: computation hides only a third of a collective's time.
+# In torchtitan's data, keeping units gathered saves as much as their gathers take. Host times: a guess for a fast host.
 REAL = Overheads(contention=2.93, hop_us=30.0, launch_s=15e-6, event_s=50e-6)
 
 
@@ -147,7 +147,7 @@ def _gpu(row: list[Any]) -> Gpu:
 
 # If a device name matches two rows, the first one counts.
 GPUS = {row[0]: _gpu(row) for row in DATA["gpus"]}
-# Aliases name the usual variant. An A100 or V100 without its size is ambiguous, and has none.
+# Aliases name the usual variant. A100 or V100 without a memory size is ambiguous, so it is no alias.
 _BY_LETTERS = {re.sub(r"[^a-z0-9]", "", name.lower()): gpu for name, gpu in GPUS.items()}
 _BY_LETTERS |= {alias: GPUS[name] for alias, name in DATA["aliases"].items()}
 
@@ -167,7 +167,7 @@ def gpu_named(name: str) -> Gpu:
 
 
 def gpu_of_device(device_name: str) -> Gpu | None:
-    """Look up a GPU by the driver's name. Laptop GPUs are unknown: they have the name of a different chip."""
+    """Look up a GPU by the driver's name. None for laptop GPUs: they have the name of a different chip."""
     if "laptop" in device_name.lower():
         return None
     found = (gpu for gpu in GPUS.values() if re.search(rf"\b{gpu.device}\b", device_name, re.IGNORECASE))
@@ -192,9 +192,8 @@ def peak_flops(device_name: str, dtype: DType) -> float | None:
 
 
 def flops_per_token(num_multiplying_params: int, layers: int, hidden: int, seq: int) -> float:
-    """FLOP of forward and backward as torchtitan counts them: 6 for each parameter that multiplies, attention in full.
-
-    An embedding is looked up, not multiplied; if it is tied, it multiplies as the head. `hidden` is heads x the size
-    of a head. Recomputation by activation checkpointing does not count.
+    """FLOP of forward and backward per token, counted like torchtitan: 6 for each parameter in a matrix product, and
+    attention without a causal mask. An embedding is a lookup and does not count; a tied one counts, as the head.
+    `hidden` is the number of heads times their size. Recomputation by activation checkpointing does not count.
     """
     return 6 * num_multiplying_params + 12 * layers * hidden * seq

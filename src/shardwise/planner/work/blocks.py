@@ -1,9 +1,9 @@
 """The operations and blocks of transformers on a tape: what each saves and allocates in torch, in eager mode.
 
-Each block is written like the code that it stands for: the in-tree block (trainer/model.py); Llama's of transformers,
-which Mistral, Qwen, Gemma and Mixtral follow; GPT-2's; and the blocks of published measurements: torchtitan's Llama and
-llm-foundry's MPT. A compiled block is the same code with its elementwise chains fused: their intermediate results are
-recomputed instead of saved.
+Each block is written like the code that it stands for, with `Tape` (tape.py) in place of torch: the in-tree block
+(trainer/model.py); transformers' Llama, which Mistral, Qwen, Gemma and Mixtral follow; GPT-2; and, from published
+measurements, torchtitan's Llama and llm-foundry's MPT. A compiled block is the same code with its elementwise chains
+fused: their intermediate results are recomputed instead of saved.
 """
 
 from dataclasses import replace
@@ -18,8 +18,8 @@ def linear(
     tape: Tape, x: Tensor, fan: tuple[int, int], name: str = "", bias: bool = False, *, plain: bool = True,
     num_weights: int = 1,
 ) -> Tensor:  # fmt: skip
-    """Run a projection, with its adapter if it has one. Not `plain`: autograd makes its gradient (GPT-2's Conv1D).
-    If there are several weights of this size, each one processes a part of the rows."""
+    """Run a linear layer, with its adapter if it has one. `fan`: widths of input and output. Not `plain`: autograd
+    allocates the weight's gradient (GPT-2's Conv1D). `num_weights`: experts, each with an equal part of the rows."""
     rank = tape.habits.rank
     out = _product(tape, x, fan, rank == 0, plain, bias, num_weights)
     if not rank or name not in tape.habits.targets:
@@ -34,7 +34,7 @@ def _product(
 ) -> Tensor:  # fmt: skip
     width, new_width = fan
     rows = x.num_elems // width
-    # Selective checkpointing saves some results; our rule is that of trainer/checkpointing.py.
+    # Whether selective checkpointing saves the result; trainer/checkpointing.py explains our rule.
     is_kept = width < 2 * new_width
     if tape.habits.keeps_every_second or new_width > width:
         tape.num_wide += 1
@@ -59,7 +59,7 @@ def layer_norm(tape: Tape, x: Tensor, width: int, bias: bool = True) -> Tensor:
 
 
 def llama_norm(tape: Tape, x: Tensor, width: int) -> Tensor:
-    """transformers' RMS norm: in fp32, one operation after the other."""
+    """transformers' RMS norm: in fp32, with one kernel for each operation."""
     if tape.habits.is_fused:
         return rms_norm(tape, x, width)
     wide = 4 * x.num_elems
@@ -81,7 +81,7 @@ def cast(tape: Tape, x: Tensor, itemsize: int) -> Tensor:
 
 
 def scale(tape: Tape, x: Tensor) -> Tensor:
-    """Multiply by something without a gradient; also a negation, or a sum with a number."""
+    """Multiply by a tensor that needs no gradient; also stands for a negation, and for adding a number."""
     return tape.op([x])
 
 
@@ -109,7 +109,7 @@ def softmax(tape: Tape, x: Tensor) -> Tensor:
 
 
 def dropout(tape: Tape, x: Tensor) -> Tensor:
-    """Apply dropout, which saves a mask of one byte per element. A fused one draws the mask again."""
+    """Apply dropout, which saves a mask of one byte per element. Compiled code generates the mask again instead."""
     return tape.op([x], kernel=Kernel(extra_bytes=0 if tape.habits.is_fused else x.num_elems))
 
 
@@ -146,13 +146,13 @@ def attention(tape: Tape, model: ModelShape, query: Tensor, key: Tensor, value: 
 
 
 def _written_out(tape: Tape, shape: AttentionShape, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """Attention with all scores in memory, a mask of numbers, and keys and values repeated for every head."""
+    """Attention with all scores in memory, a mask that is added to them, and keys and values repeated for each head."""
     num_scores = shape.batch * shape.heads * shape.seq * shape.seq
     scaled = scale(tape, query)
     mask = tape.new(shape.seq * shape.seq)
     key, value = (tape.op([part], query.num_elems) for part in (key, value))
     scaled_key = scale(tape, key)
-    # `flops`: half of both products, i.e. one of them.
+    # `shape.flops` is half of two products. Here nothing is skipped, so each product takes that much.
     kernel = Kernel(attention_flops=shape.flops)
     scores = tape.op([scaled, scaled_key], num_scores, saves=[scaled, scaled_key], kernel=kernel)
     scores = tape.op([scores], num_passed=1)
@@ -165,13 +165,13 @@ def _written_out(tape: Tape, shape: AttentionShape, query: Tensor, key: Tensor, 
 
 
 def rotate(tape: Tape, x: Tensor) -> Tensor:
-    """Rotary positions of the in-tree transformer: in fp32, and back."""
+    """Rotary positions of the in-tree transformer: cast to fp32, rotate, cast back."""
     if tape.habits.is_fused:
         return scale(tape, x)
-    # A view puts heads before positions. The gradient has the other memory layout, and is copied once.
+    # The view is a transpose to (heads, positions). Its gradient has another memory layout, and is copied once.
     turned_view = tape.view(x, is_copied_back=True)
     first, second = tape.split(cast(tape, turned_view, 4), (1, 1))
-    # A difference hands its gradient on to its first input only. No variable holds the parts while they are cast.
+    # The gradient of a - b is passed on to `a`; `b` gets a new one. No variable holds the parts during the cast.
     turned = tape.cat(
         (
             tape.op([scale(tape, first), scale(tape, second)], num_passed=1),
@@ -217,7 +217,7 @@ def gated_ffn(shape: ModelShape, t: Tape, x: Tensor, names: tuple[str, str, str]
 
 
 def llama_block(shape: ModelShape, t: Tape, x: Tensor) -> Tensor:
-    """transformers' block: variables hold the residuals; of four norms (Gemma), two come after attention and ffn."""
+    """transformers' block: variables hold the residuals. With four norms (Gemma), one follows attention, one ffn."""
     norm = partial(layer_norm, bias=shape.norm_bias) if shape.norm == "layer" else llama_norm
     for part in (_llama_attention, _llama_ffn):
         residual = x
@@ -255,7 +255,7 @@ def _llama_ffn(shape: ModelShape, t: Tape, x: Tensor) -> Tensor:
 def _experts(shape: ModelShape, t: Tape, x: Tensor) -> Tensor:
     """Copy tokens to their experts, each token `num_active_experts` times.
 
-    The number of tokens per expert depends on the data: here all get the same. Autograd makes the experts' gradients.
+    The tokens of an expert depend on the data; here each gets the same number. Autograd allocates weight gradients.
     """
     num_tokens, ffn = x.num_elems // shape.hidden, shape.ffn_of_expert
     num_sent = num_tokens * shape.num_active_experts

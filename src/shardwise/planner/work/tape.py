@@ -1,9 +1,9 @@
 """A small autograd of byte counts: it predicts what torch's eager autograd allocates and frees, without real tensors.
 
 A forward is written like the torch code that it stands for, with the methods of `Tape` in place of operations. A
-`Tensor` here is one reference to a storage; as in torch, Python's own references decide how long a temporary lives,
-and the graph how long a saved tensor lives. The backward runs nodes in torch's order, the last recorded first, frees
-what a node saved once it has run, and adds gradients in place where torch does: if nothing else holds the storage.
+`Tensor` here is one reference to a storage. As in torch, a temporary lives as long as a Python variable refers to it,
+and a saved tensor as long as the graph does. The backward runs nodes in torch's order, the last recorded first, and
+frees what a node saved once it has run. Like torch, it adds gradients in place if nothing else refers to the storage.
 """
 
 from collections import Counter
@@ -24,7 +24,7 @@ class Storage:
 
 
 class Tensor:
-    """A reference to a storage. `node` made it, if a gradient goes there; `slot`: index among the node's results."""
+    """A reference to a storage. `node` receives its gradient, at index `slot`; None: it has no gradient."""
 
     __slots__ = ("itemsize", "node", "num_elems", "slot", "storage")
 
@@ -51,8 +51,8 @@ Gradients = list[Tensor | None]
 
 @dataclass(slots=True, eq=False)
 class Node:
-    """A node of the graph. `backward` takes the gradients of results from its list, and returns those of inputs.
-    `inputs`: the nodes and slots that these go to."""
+    """A node of the graph. `backward` takes the gradients of the results out of the list that it gets, so that they can
+    be freed, and returns the gradients of the inputs. `inputs`: the node and slot that each of these goes to."""
 
     sequence: int
     inputs: "list[tuple[Node, int] | None]"
@@ -63,7 +63,7 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class Weight:
-    """A weight. `is_direct`: its gradient is written to its destination, and autograd never allocates it."""
+    """A weight. `is_direct`: its gradient is written into a buffer of the engine; autograd does not allocate it."""
 
     num_elems: int
     trainable: bool = True
@@ -72,10 +72,10 @@ class Weight:
 
 @dataclass(frozen=True, slots=True)
 class Habits:
-    """How a model is run. `writes_directly`: the engine writes gradients of plain linear layers to their destination,
-    but never in compiled code, whose elementwise chains are fused (`is_fused`). `rank` 0: no adapters, every weight is
-    trained; else only adapters of `targets` are. `keeps_every_second`: selective checkpointing saves every second
-    product (torchtitan); else those that are worth their memory (ours)."""
+    """How a model is run. `writes_directly`: plain linear layers write their gradients into buffers of the engine.
+    `is_fused`: the code is compiled; then it fuses elementwise chains, and writes no gradients directly. `rank`: of the
+    LoRA adapters on `targets`, which alone are trained; 0: no adapters, all weights are trained. `keeps_every_second`:
+    selective checkpointing saves every second product, as in torchtitan, instead of those that our rule selects."""
 
     writes_directly: bool = True
     is_fused: bool = False
@@ -90,15 +90,15 @@ class Habits:
         return self.writes_directly and not self.is_fused
 
     def weight(self, num_elems: int) -> Weight:
-        """Make a weight of anything but a plain linear layer."""
+        """Return a weight outside of plain linear layers. LoRA does not train it."""
         return Weight(num_elems, self.rank == 0)
 
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """Memory of an operation besides its inputs and its result, and its FLOP.
+    """Memory that an operation needs in addition to its inputs and its result, and its FLOP.
 
-    `extra_bytes` are saved for the backward (statistics of a norm), `scratch_bytes` live while the backward runs.
+    `extra_bytes` are saved for the backward (statistics of a norm), `scratch_bytes` live while its backward runs.
     `is_kept`: selective checkpointing saves the result.
     """
 
@@ -125,12 +125,12 @@ class Tape(Meter):
         self.grads: list[Tensor] = []
         # Results that a selective checkpoint saves: its forward fills the list, its recompute empties it.
         self.kept: list[list[Tensor]] | None = None
-        # Number of these before the last tensor that was saved for the backward: compiled code saves no others.
+        # Length of `kept` when the last tensor was saved for the backward. Compiled code does not save later results.
         self.num_read = 0
-        self.is_replaying = False
-        self.drops_saved = False
-        self.num_wide = 0
-        # Number of saved tensors; a recompute stops at the last of them, and later operations cost nothing.
+        self.is_replaying = False  # True in the recompute of a checkpoint
+        self.drops_saved = False  # True in its forward
+        self.num_wide = 0  # number of products of which selective checkpointing saves every second one
+        # Number of saved tensors. A recompute stops after `last_saved` of them: later operations cost nothing.
         self.num_saved = 0
         self.last_saved = -1
         self._sequence = 0
@@ -159,10 +159,10 @@ class Tape(Meter):
         weights: Sequence[Weight] = (),
         kernel: Kernel = PLAIN,
     ) -> Tensor:
-        """Run an operation. Its result is like the first input, unless another size is given.
+        """Run an operation. Its result has the size of the first input, unless another one is given.
 
-        The first `num_passed` inputs get the gradient itself; any other gets new memory of its size. Trained weights
-        get a gradient, too.
+        The backward gives the first `num_passed` inputs the gradient of the result itself, or a view of it. It
+        allocates a gradient for every other input and for each trained weight that is not direct.
         """
         num_elems = inputs[0].num_elems if num_elems is None else num_elems
         itemsize = inputs[0].itemsize if itemsize is None else itemsize
@@ -215,7 +215,7 @@ class Tape(Meter):
             self.num_read = len(self.kept or ())
 
     def split(self, x: Tensor, shares: Sequence[int]) -> list[Tensor]:
-        """Return parts of a tensor, of these shares, as views; their gradients are concatenated in new memory."""
+        """Return views of a tensor, in the ratio of `shares`. Their gradients are concatenated in new memory."""
         parts = [x.alias(x.num_elems * share // sum(shares)) for share in shares]
         if x.node:
             node = self.node((x,), len(parts))
@@ -226,8 +226,8 @@ class Tape(Meter):
         return parts
 
     def view(self, x: Tensor, num_elems: int | None = None, is_copied_back: bool = False) -> Tensor:
-        """Return a view of all or the first elements. `is_copied_back`: its gradient has another memory layout than the
-        input's, and is copied; the gradient of a part always gets new memory."""
+        """Return a view of all or the first elements. `is_copied_back`: the memory layout of its gradient is not the
+        input's, so the backward copies the gradient. The gradient of a part always gets new memory."""
         out = x.alias(num_elems)
         if x.node:
             node = out.node = self.node((x,))
@@ -236,11 +236,11 @@ class Tape(Meter):
         return out
 
     def cat(self, parts: Sequence[Tensor]) -> Tensor:
-        """Concatenate in new memory; the gradients are views of the whole gradient."""
+        """Concatenate in new memory. The gradients of the parts are views of the result's gradient."""
         return self.op(parts, sum(part.num_elems for part in parts), num_passed=len(parts))
 
     def backward(self, out: Tensor, grads: Gradients) -> dict[Node, Tensor]:
-        """Run the backward from `out`, whose gradient is taken out of `grads`; return the gradients of the inputs."""
+        """Run the backward from `out`, whose gradient it removes from `grads`. Return the gradients of the inputs."""
         assert out.node is not None
         root, slot = out.node, out.slot
         del out
@@ -289,7 +289,7 @@ class Tape(Meter):
             buffer[slot] = self.new(old.num_elems, old.itemsize)
 
     def checkpoint(self, block: Block, x: Tensor, selects: bool) -> Tensor:
-        """Run a block that saves only its input and, if it `selects`, some results. Its backward reruns it."""
+        """Run a block that saves only its input and, if `selects`, some results. The backward runs it again."""
         kept: list[list[Tensor]] = []
         self.num_saved, self.num_wide, self.drops_saved, self.kept = 0, 0, True, kept if selects else None
         out = block(self, x)
@@ -303,7 +303,7 @@ class Tape(Meter):
         def backward(grads: Gradients) -> list[Tensor | None]:
             again = node.saved[0].alias()
             again.node = leaf = self.node(()) if needs_grad else None
-            # From here on the references of the recompute decide how long the saved results live.
+            # From here on, saved results live as long as the recompute refers to them.
             del node.saved[1:]
             self.num_saved, self.num_wide, self.last_saved = 0, 0, num_saved
             self.kept, self.is_replaying = kept if selects else None, True
@@ -327,7 +327,7 @@ def measure(
     needs_input_grad: bool = True,
     kind: Kind = "activations",
 ) -> Work:
-    """Return the work of a block with an input of `num_elems`."""
+    """Run a block forward and backward on a tape, with an input of `num_elems`, and return its work."""
     tape = Tape(itemsize, habits)
     x = tape.new(num_elems)
     x.node = tape.node(()) if needs_input_grad else None

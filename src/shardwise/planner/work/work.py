@@ -1,7 +1,7 @@
 """Memory, matrix products and memory traffic of a unit in one micro-batch, and the scratch memory of GPU kernels.
 
-The backward of attention sums the gradient of the queries in fp32. If several heads share keys and values, it first
-computes their gradients for every head and then adds them up. torch's flash attention and cuDNN's both do so.
+Scratch memory of attention: the backward sums the gradient of the queries in fp32. If several heads share keys and
+values, it first computes their gradients for each head, then adds them up. torch's flash attention and cuDNN's do so.
 """
 
 from collections.abc import Sequence
@@ -33,7 +33,7 @@ class Product:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Memory and arithmetic of a unit. Peaks are relative to the memory in use when the forward, or backward, began.
+    """Memory and arithmetic of a unit. A peak is relative to the memory in use when that forward or backward began.
 
     A forward begins with its input alive, and ends with `saved_bytes` (including its input, if saved) and its output.
     A backward begins with `saved_bytes` and the gradient of its output alive, and ends with the gradient of its input
@@ -47,7 +47,7 @@ class Work:
     grad_bytes: int = 0
     products: tuple[Product, ...] = ()
     attention_flops: float = 0.0
-    moved_bytes: float = 0.0
+    moved_bytes: float = 0.0  # memory traffic of the forward, without products and attention
     num_kernels: int = 0
     # The share of the forward's FLOP (products and attention) that the backward recomputes.
     recomputed: float = 0.0
@@ -130,7 +130,7 @@ def chain(works: Sequence[Work], input_bytes: int = 0) -> Work:
     )
 
 
-_ROW_MULTIPLE = 128
+_ROW_MULTIPLE = 128  # attention kernels pad sequences to a multiple of this
 # Up to this number of tokens, one kernel accumulates the gradients of an embedding in place.
 _FEW_TOKENS = 3072
 

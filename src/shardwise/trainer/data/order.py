@@ -1,9 +1,9 @@
 """The order of samples: a pure function of the seed and the position, without state.
 
 An epoch visits every sample once. Its permutation is computed, not stored: a position is written as two digits
-(left, right), and each round adds a hash of one digit to the other. Such a round can be undone for any hash, so
-different positions stay different (a Feistel network). Half a billion samples cost as little as ten, a resume needs no
-search, and no version of any library changes the order.
+(left, right), and each round adds a hash of one digit to the other. Every round is invertible, whatever the hash is, so
+different positions stay different (a Feistel network). The cost does not depend on the number of samples, a resume
+computes its position directly, and the order does not depend on the version of any library.
 """
 
 import hashlib
@@ -16,7 +16,7 @@ _NUM_ROUNDS = 8  # small digits need several rounds until permutations look rand
 
 
 def endless(seed: int, first: int, num: int, count: int) -> Iterator[int]:
-    """The samples at positions `first` to `first + num`, with epochs of `count` samples."""
+    """Yield `num` samples, from position `first` on. Epochs follow each other; each has all `count` samples."""
     for position in range(first, first + num):
         epoch, at = divmod(position, count)
         yield permuted(at, count, key(f"epoch {epoch}", seed))
@@ -24,7 +24,7 @@ def endless(seed: int, first: int, num: int, count: int) -> Iterator[int]:
 
 @lru_cache(maxsize=64)
 def key(purpose: str, seed: int) -> int:
-    """The key of a permutation. A hash: with seed + epoch, one seed's second epoch would be the next seed's first."""
+    """Return the key of a permutation: a hash. With seed + epoch, epoch 1 of seed 0 would equal epoch 0 of seed 1."""
     return int.from_bytes(hashlib.blake2b(f"{purpose} of {seed}".encode(), digest_size=8).digest(), "little")
 
 
@@ -38,8 +38,8 @@ def permuted(at: int, count: int, key: int) -> int:
             left = (left + _mixed(right, key + number)) % left_base
             right = (right + _mixed(left, key + number + 1)) % right_base
         at = right * left_base + left
-        # The digits can also express a few numbers past the end. Applying the permutation again follows a cycle that
-        # began with a number below `count`, so it reaches another one.
+        # The two digits can also express a few numbers from `count` on. Such a result is permuted again.
+        # The loop ends: a repeated permutation comes back to its start, which is below `count`.
         if at < count:
             return at
 

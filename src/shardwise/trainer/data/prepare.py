@@ -1,7 +1,7 @@
 """Tokenise the data of a run into token stores, once: a second start in the same run folder reuses them.
 
-A store's folder is named by a hash of the data's paths and modification times, and of everything else that affects the
-content: it is found without reading the data again. The digest of a store identifies its content, wherever it was.
+The name of a store's folder is a hash of the data's paths and modification times, and of everything else that affects
+the content. So the store is found without reading the data again. Its digest depends on the content only, not on paths.
 
 A store is written under a temporary name and renamed when it is complete. If two processes write the same store, the
 later one discards its own. No process group is needed: the launcher prepares the data before ranks exist, and ranks
@@ -26,8 +26,8 @@ from .tokenizer import Segments, Tokenizer
 
 Say = Callable[[str], None]  # prints a line
 
-_FORMAT = 3  # of the store; part of the hash
-_NUM_NAMED = 10  # bad rows that are printed; the rest are counted
+_FORMAT = 3  # version of the store's format; part of the hash
+_NUM_NAMED = 10  # bad rows that are printed; others are only counted
 _BATCH_CHARACTERS = 2**22
 _SECONDS_BETWEEN_LINES = 10.0
 
@@ -41,9 +41,9 @@ class Prepared:
 @dataclass(frozen=True, slots=True)
 class _Input:
     what: str  # for messages
-    identity: list[Any]
-    token_files: tuple[Path, ...]  # used in place; if empty:
-    documents: Iterable[Document]  # read when they are tokenised
+    identity: list[Any]  # for the hash that names the store's folder
+    token_files: tuple[Path, ...]  # .bin files, which are used in place; () for text and rows
+    documents: Iterable[Document]  # of text and rows, read lazily; not used for token files
 
 
 def prepare(
@@ -51,7 +51,7 @@ def prepare(
 ) -> Prepared:
     """Write stores of the training data and of eval_file under `folder`. `say` prints bad rows and progress.
 
-    `vocab_size` is the model's, the limit of ids in token files; None: the tokenizer's.
+    `vocab_size`: the model's; ids in token files must be below it. None: take the tokenizer's.
     """
     train = _train_input(settings)
     evaluated = _file_input("eval_file", settings.eval_file, settings) if settings.eval_file else None
@@ -63,7 +63,7 @@ def prepare(
 def _train_input(settings: Settings) -> _Input:
     if settings.dataset is not None:
         dataset = load_dataset(settings.dataset, settings.dataset_split)
-        # The files of the dataset, not its name: the content of an id can change.
+        # The files too, not only the name: a dataset can change under the same name.
         below = [Path(entry["filename"]) for entry in dataset.cache_files]
         identity = [settings.dataset, settings.dataset_split, len(dataset), *map(_identity, below)]
         name = settings.dataset
@@ -103,7 +103,7 @@ def _identity(path: Path) -> list[Any]:
 
 def _prepare(given: _Input, settings: Settings, tokenizer: Tokenizer, limit: int, folder: Path, say: Say) -> Store:
     """Write the store of an input, unless it exists, and open it."""
-    # A store of token files also proves that their ids are below the limit.
+    # The ids of token files were compared with the limit, so their store is valid for this limit only.
     largest = limit if given.token_files else tokenizer.vocab_size
     decides = [_FORMAT, given.identity, tokenizer.fingerprint(), largest, tokenizer.end_id]
     target = folder / hashlib.sha256(json.dumps(decides).encode()).hexdigest()[:16]
@@ -121,7 +121,7 @@ def _prepare(given: _Input, settings: Settings, tokenizer: Tokenizer, limit: int
     except OSError as error:
         raise ConfigurationError(f"{given.what}: cannot be tokenised into {folder}: {error}") from error
     store = open_store(target)
-    # Also if an earlier run wrote the store: the same rows are missing.
+    # Print bad rows also if an earlier run wrote the store: they are missing from it, too.
     _say_bad(given, store.facts["bad_rows"], store.facts["num_bad_rows"], settings.max_bad_rows, say)
     return store
 
@@ -136,7 +136,7 @@ def _write(folder: Path, given: _Input, settings: Settings, tokenizer: Tokenizer
     num_bad = 0
     is_rows = has_chats = False
     began = said = time.monotonic()
-    # The width depends on the tokenizer, not on the model, so that the digest does not depend on the model.
+    # The dtype depends on the tokenizer, not on the model, so that the digest does not depend on the model.
     dtype = "uint16" if tokenizer.vocab_size <= 2**16 else "uint32"
     with Writer(folder, dtype, tokenizer.end_id) as writer:
         for document, segments in _tokenised(given.documents, tokenizer):
@@ -167,7 +167,7 @@ def _write(folder: Path, given: _Input, settings: Settings, tokenizer: Tokenizer
 
 
 def _tokenised(documents: Iterable[Document], tokenizer: Tokenizer) -> Iterator[tuple[Document, Segments]]:
-    """Yield each document with its segments, in order. Texts are encoded in batches, which tokenizers parallelise."""
+    """Yield each document with its token segments, in order. Tokenizers encode the texts of a batch in parallel."""
     batch: list[Document] = []
     num_characters = 0
     for document in documents:

@@ -1,17 +1,17 @@
 """A token store divided into samples of one length.
 
 Packed: sample i is the window of seq_length + 1 tokens that starts at token i * seq_length; its tokens are all but the
-last, its targets all but the first. So every token of the store except the first is a target once. The last window may
-be short, and is padded. Packed whole, for rows with prompts or messages: a sample has several whole documents, chosen
-by best fit. Padded: sample i is the beginning of document i. Padding is end tokens that are not trained on.
+last, its targets all but the first. So every token of the store except the first is a target once. If the last window
+is short, it is padded. Packed whole, for rows with prompts or messages: a sample has several whole documents. Padded:
+sample i is the beginning of document i. Padding is end tokens that are not trained on.
 
-Isolated documents have positions that start again at 0, and the last token of one has no target, which would be the
-first token of the next. A padded sample has one document, so there is nothing to isolate.
+If documents are isolated, the positions of each start at 0, and its last token has no target: that would be the first
+token of the next document. A padded sample has one document, so there is nothing to isolate.
 
-Best fit places the longest document first, each into the fullest sample with room for it, else into a new one. The
-lengths alone decide, so every rank computes the same packing, also after a resume. Samples with equal lengths are
-stored as one group: a million rows cost a sort, a few thousand groups, and 8 bytes per row. A row that is longer than a
-sample is cut, because the rest of its answer would be trained without its prompt; plain text continues in another one.
+Whole documents are packed by best fit: the longest piece first, each into the fullest sample with room for it. A piece
+is a document. A row that is longer than a sample is cut, because the rest of its answer would be trained without its
+prompt; longer plain text becomes several pieces. The lengths alone decide, so every rank computes the same packing.
+Samples whose pieces have the same lengths form a group: a million rows cost a sort, a few thousand groups and 8 MB.
 """
 
 from bisect import bisect_left, bisect_right, insort
@@ -27,9 +27,9 @@ from .token_store import Store
 NOT_TRAINED = -100  # the target that torch's cross-entropy ignores
 
 
-class _Part(NamedTuple):
+class _Part(NamedTuple):  # the pieces of one length in the samples of a group
     length: int
-    first: int  # index of the first sample's first piece; pieces are sorted, so the others follow
+    first: int  # index in `_WholeDocuments.starts` of the first piece; the others follow, sample by sample
     num: int  # pieces per sample
 
 
@@ -43,9 +43,9 @@ class _Group(NamedTuple):
 class _WholeDocuments(NamedTuple):
     """Which documents share a sample."""
 
-    starts: Tensor  # of all pieces in the store, the longest first
+    starts: Tensor  # first token of each piece in the store; the longest piece first
     groups: list[_Group]
-    ends: list[int]  # of the groups, in samples
+    ends: list[int]  # for each group, the index of the sample after its last one
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ class Windows:
     packing: Literal["packed", "padded"]
     is_isolated: bool
     end_id: int
-    num_full: int  # samples without a short last window; samples with padding all count as full
+    num_full: int  # samples, not counting a short last window; if `has_padding`, all samples
     num_samples: int
     num_tokens: int  # of all samples, without padding
     num_cut: int  # documents that are cut because they are longer than a sample
@@ -67,7 +67,7 @@ class Windows:
         return self.packing == "padded" or self.whole is not None
 
     def pieces(self, index: int) -> list[tuple[int, int]]:
-        """The start in the store and the number of tokens of each piece of a sample, the last target included."""
+        """Return (first token in the store, number of tokens) of each piece of a sample, with the last target."""
         if self.whole is not None:
             starts, groups, ends = self.whole
             group = bisect_right(ends, index)
@@ -88,7 +88,7 @@ class Windows:
         """Tokens, targets and, if documents are isolated, positions; each (seq_length) int64."""
         window = torch.full((self.seq_length + 1,), self.end_id)
         is_target = torch.zeros(self.seq_length + 1, dtype=torch.bool)
-        starts = []  # of documents
+        starts = []  # positions in the window at which documents start
         end = 0
         for first, count in self.pieces(index):
             starts += [end, *(end + at - first for at in self.store.starts_within(first, count))]
@@ -111,7 +111,7 @@ class Windows:
 def make_windows(
     store: Store, seq_length: int, packing: Literal["packed", "padded"], is_isolated: bool, end_id: int
 ) -> Windows:
-    """Divide a store. Rows with prompts or messages are packed whole."""
+    """Divide a store into samples. If it has rows with prompts or messages, "packed" packs whole documents."""
     whole, num_cut, num_tokens = None, 0, store.num_tokens - 1
     if packing == "padded":
         num_full, num_last, num_tokens = store.num_documents, 0, 0
@@ -153,7 +153,7 @@ def _pack_whole(store: Store, seq_length: int) -> tuple[_WholeDocuments, int, in
 
 
 def _best_fit(lengths: list[tuple[int, int]], room: int) -> list[_Group]:
-    """Pack pieces. `lengths` are pairs of a length and the number of pieces with it, the longest first."""
+    """Pack pieces into samples. `lengths`: pairs of a length and the number of its pieces, the longest first."""
     rooms: list[int] = []  # free tokens of samples, ascending, without duplicates
     groups: dict[int, list[_Group]] = {}  # by free tokens
 
@@ -175,7 +175,7 @@ def _best_fit(lengths: list[tuple[int, int]], room: int) -> list[_Group]:
                 group = groups[left].pop()
                 if not groups[left]:
                     del groups[left], rooms[at]
-            # A sample that got a piece is now the fullest with room for the next, so it is filled before any other.
+            # A sample that got a piece is now the fullest, so it gets as many of this length as fit.
             num = min(left // length, last - placed)
             num_filled = min(group.num_samples, (last - placed) // num)
             put(_Group((*group.parts, _Part(length, placed, num)), num_filled), left - num * length)
