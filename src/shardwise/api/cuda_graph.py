@@ -4,8 +4,8 @@ The first calls run as usual, so that optimizer state, communicators and the ord
 recorded: gathers, forward, backward, reductions, update and the gathers for the next step, on all lanes. From then on a
 call copies its inputs to where the recording reads them, and replays. Slots have constant addresses, and every step
 begins in the state in which the last one ended, with the first units gathered, so the recording is right for every
-later step. If something else has used the slots in between (an evaluation), the first units are gathered again before,
-and what else was gathered is dropped.
+later step. If something else (an evaluation) has used the slots in between, the next call first gathers the first units
+again, and makes the other units SHARDED or STALE.
 """
 
 from collections.abc import Callable
@@ -25,7 +25,7 @@ NUM_EAGER_CALLS = 3
 
 
 class Replay:
-    """The state in which every captured step begins and ends: no gradients, the first units gathered, others stale."""
+    """Restores the state in which a captured step begins and ends: no gradients, first units gathered, others stale."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -45,7 +45,7 @@ class Replay:
         statuses = self._engine.statuses
         if snapshot(statuses) != self._begins_with:
             self._gathers.settle()
-            # Gather encoded frozen weights again, exact, as a backward leaves them at the end of a step.
+            # Encoded frozen weights are rounded in a forward. Gather them exactly, as a backward leaves them.
             for index in self._gathers.schedule.after_step:
                 is_rounded = any(flat.rounds_forwards and not flat.trainable for flat in statuses[index].plan.flats)
                 if is_rounded and statuses[index].plan.backward_reads and not statuses[index].is_ready("backward"):
@@ -53,7 +53,7 @@ class Replay:
             for status in statuses:
                 status.invalidate()
             self._gathers.start_first()
-            # Gather frozen weights that were lost since: the recording expects them in place, and does not gather them.
+            # Gather frozen weights that were dropped since: the recording expects them, and does not gather them.
             for status, was_held in zip(statuses, self._held_at_first, strict=False):
                 is_frozen = any(not flat.trainable for flat in status.plan.flats)
                 if was_held and is_frozen and status.weights is Weights.SHARDED:
@@ -74,14 +74,14 @@ class Replay:
             )
 
     def end(self) -> None:
-        """Count the update: forwards before it cannot lead to a backward; the first units hold the new weights."""
+        """Count the update, so that a backward of an older forward raises. Mark the units that hold the new weights."""
         self._gathers.count_update(range(len(self._engine.units)))
         for status in self._engine.statuses:
             if status.is_ready("forward"):
                 self._engine.units[status.index].stamp(status.version)
 
     def _lose_the_rest(self) -> None:
-        """Make units SHARDED whose memory the step releases, and those in slots, except the first ones of a step."""
+        """Make units SHARDED: those whose memory the step releases, and those in slots that are not first in a step."""
         after_step = self._gathers.schedule.after_step
         for status in self._engine.statuses:
             self._gathers.drop(status)
@@ -90,7 +90,7 @@ class Replay:
 
 
 class CapturedStep:
-    """Call it with the tensors of a batch. It returns what `step` returned; the next call overwrites that."""
+    """A step that replays a CUDA graph. Call it with the tensors of a batch. Each call overwrites the last outputs."""
 
     def __init__(self, engine: Engine, optimizer: torch.optim.Optimizer, step: Callable[..., Any]) -> None:
         self._replay = Replay(engine)
@@ -115,7 +115,7 @@ class CapturedStep:
         self._compute.compute_waits_for(self._compute.mark())
         if self._graph is None:
             self._record(inputs)
-        # Hyper-parameters that are plain numbers were written into the recorded kernels.
+        # Hyper-parameters that are plain numbers are constants in the recorded kernels.
         for number, (now, recorded) in enumerate(zip(plain_settings(self._optimizer), self._settings, strict=True)):
             for key, value in now.items():
                 if value != recorded.get(key):
@@ -141,7 +141,7 @@ class CapturedStep:
         self._settings = plain_settings(self._optimizer)
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize()
-        # Memory of the calls so far is not needed again: the recording has memory of its own.
+        # The recording has a memory pool of its own. The memory of the calls before it is not needed again.
         torch.cuda.empty_cache()
         try:
             with self._compute.capture(graph):
@@ -158,7 +158,7 @@ class CapturedStep:
 def capture(model: nn.Module, optimizer: torch.optim.Optimizer, step: Callable[..., Any]) -> CapturedStep:
     """Turn `step`, a function of a batch's tensors that trains for one step, into one that replays a CUDA graph.
 
-    `step` must run the whole of it: forward, backward, clipping, `optimizer.step()` and `zero_grad()`. The optimizer
+    `step` must run everything: forward, backward, clipping, `optimizer.step()` and `zero_grad()`. The optimizer
     must be capturable (`AdamW(..., capturable=True)`).
     """
     engine = engine_of(model)

@@ -1,6 +1,6 @@
-"""Whole weights and gradients: read, change and load them; `save_pretrained`. Every rank calls these together.
+"""Whole weights and gradients: read, change and load them; `save_pretrained`. All ranks must call these together.
 
-Weights are gathered from the masters, in the masters' precision, one unit at a time where the caller's purpose allows.
+Weights are gathered from the masters, in the masters' precision, one unit at a time where possible.
 """
 
 import inspect
@@ -23,12 +23,12 @@ from ..core.unit.state import FlatState, NotShown
 from ..core.unit.user_parameter import place_of
 from ..core.wire.collectives import broadcast_from_first, exchange
 
-Views = Mapping[nn.Parameter, nn.Parameter]  # parameters that `sw.whole` shows, by those of the user
+Views = Mapping[nn.Parameter, nn.Parameter]  # from the user's parameters to those that `sw.whole` shows
 
 
 @contextmanager
 def whole(module: nn.Module, *, write: bool = False, grads: bool = False) -> Iterator[None]:
-    """Inside, the parameters of `module` (a sharded model or a part of it) are whole, in their masters' precision.
+    """Make the parameters of `module`, a sharded model or a part of it, whole inside `with`, in the masters' precision.
 
     With `grads`, their `.grad` is the whole gradient as the optimizer would read it, the mean over all ranks, or None
     where no rank has one. With `write`, the values that rank 0 leaves in them (and in `.grad`) are set on all ranks.
@@ -80,13 +80,13 @@ def whole(module: nn.Module, *, write: bool = False, grads: bool = False) -> Ite
 
 
 def _first_of_all_ranks(engine: Engine, complaints: Iterable[str]) -> str:
-    """The first complaint of any rank. Every rank must know: the others would wait in the next collective."""
+    """Return the first complaint of any rank, on all ranks: if only one raised, the others would wait for it."""
     reports = exchange(engine.mesh.world, next(filter(None, complaints), ""))
     return next(filter(None, reports), "")
 
 
 def _places(state: FlatState, buffer: Tensor) -> Iterator[tuple[nn.Parameter, Tensor]]:
-    """The view of each of the user's parameters in `buffer`."""
+    """Yield each of the user's parameters and its view of `buffer`."""
     for user, interval, spec in zip(state.user_params, state.flat.intervals, state.flat.params, strict=True):
         yield user, buffer[interval.start : interval.stop].view(spec.shape)
 
@@ -100,7 +100,7 @@ def _show_to_users(views: Mapping[nn.Parameter, nn.Parameter | None]) -> None:
 
 
 def full_state_dict(model: nn.Module, *, rank0_only: bool = False) -> dict[str, Tensor]:
-    """The model's own `state_dict()`, whole, on the host, with its keys, shapes and dtypes as they were given.
+    """Return the model's `state_dict()` with whole tensors on the host. Keys, shapes and dtypes are the original ones.
 
     With `rank0_only` the other ranks take part and get an empty dict.
     """
@@ -111,10 +111,10 @@ def full_state_dict(model: nn.Module, *, rank0_only: bool = False) -> dict[str, 
 def whole_parts(
     model: nn.Module, *, rank0_only: bool = False, wants: Callable[[str], bool] = lambda name: True
 ) -> Iterator[dict[str, Tensor]]:
-    """Yield the entries of `full_state_dict`, one unit after the other, then those that are no parameters.
+    """Yield the entries of `full_state_dict`, one unit after the other, then buffers and other entries.
 
-    Every rank must run it to its end; with `rank0_only` the others get empty dicts. A tied weight comes once for each
-    of its names, as one tensor. Names for which `wants` is False are left out; a flat with only such is not gathered.
+    All ranks must iterate to the end; with `rank0_only` the others get empty dicts. A tied weight has an entry for each
+    name, as one tensor. Names for which `wants` is False are left out. Flats without wanted names are not gathered.
     """
     engine = engine_of(model)
     engine.rest()
@@ -134,7 +134,7 @@ def whole_parts(
                 continue
             for (user, value), spec in zip(_places(state, buffer), state.flat.params, strict=True):
                 if user in names:
-                    # A copy even on the host: the buffer is one piece, and a caller may keep only one tensor of it.
+                    # A copy even on the host: a view would keep the whole buffer alive.
                     part |= dict.fromkeys(names[user], value.to("cpu", spec.dtype.torch, copy=True))
         yield part
     yield {
@@ -148,7 +148,7 @@ def load_full_state_dict(model: nn.Module, state_dict: Mapping[str, Tensor] | No
     """Set the model's weights and buffers from whole tensors by original name.
 
     Every rank gives the mapping, or rank 0 alone does and the others give None. Tensors are read one unit at a time, so
-    a mapping that reads lazily from files never has more than that in memory.
+    a mapping that reads lazily from files never needs memory for more than one unit.
     """
     engine = engine_of(model)
     engine.rest()
@@ -196,7 +196,7 @@ def load_full_state_dict(model: nn.Module, state_dict: Mapping[str, Tensor] | No
 
 
 def _gather(engine: Engine, state: FlatState, part: Tensor, dtype: DType) -> Tensor:
-    """All of a flat, of whose master or gradient this rank has `part`, in memory of its own."""
+    """Gather a whole flat into new memory. `part`: this rank's part of its master or of its gradient."""
     flat = state.flat
     buffer = torch.zeros(flat.num_elems, dtype=dtype.torch, device=state.device)
     buffer[state.own_in_whole].copy_(part)
@@ -221,9 +221,9 @@ def _write_master(engine: Engine, state: FlatState, buffer: Tensor) -> None:
 
 
 def grad_norms(model: nn.Module, norm_type: float = 2.0) -> dict[str, float]:
-    """The norm of each whole gradient by its parameter's name, the same on every rank.
+    """Return the norm of each whole gradient by its parameter's name. The result is the same on every rank.
 
-    Parameters that no rank has a gradient of are left out.
+    Parameters that have no gradient on any rank are left out.
     """
     order, engine = require_norm_type(norm_type), engine_of(model)
     _complete(engine, engine.trainable_states)
@@ -231,7 +231,7 @@ def grad_norms(model: nn.Module, norm_type: float = 2.0) -> dict[str, float]:
 
 
 def _complete(engine: Engine, states: Iterable[FlatState]) -> None:
-    """Finish gradients: the mean over all ranks, clipped, and where the optimizer reads them."""
+    """Finish the reduction of all gradients. Apply clipping that is pending for gradients of `states` on the host."""
     engine.finish_gradients()
     engine.await_gradients()
     for state in states:
@@ -241,8 +241,8 @@ def _complete(engine: Engine, states: Iterable[FlatState]) -> None:
 
 
 class _Gradients:
-    """Gradients inside `sw.whole`: with `grads`, whole ones in the masters' precision, which the optimizer reads;
-    otherwise stand-ins for gradients that exist."""
+    """Gradients that `sw.whole` shows. With `grads` they are whole, in the masters' precision. Otherwise each gradient
+    that exists is shown as a stand-in; using it raises an error."""
 
     def __init__(self, engine: Engine, states: list[FlatState], grads: bool) -> None:
         self._engine = engine
@@ -315,7 +315,7 @@ def serve_save_pretrained(model: nn.Module) -> None:
 
 
 def whole_weights(model: nn.Module) -> dict[str, Tensor]:
-    """The weights that `save_pretrained` writes, whole on the host of rank 0. Every rank calls it."""
+    """Return the weights that `save_pretrained` writes, whole, on the host of rank 0. All ranks must call it."""
     parts = whole_parts(model, rank0_only=True, wants=_wanted(model))
     return {name: value for part in parts for name, value in part.items()}
 
@@ -339,7 +339,7 @@ def _save_pretrained(model: Any, *args: Any, **kwargs: Any) -> None:
             )
         _write(**words)
 
-    # If every rank has all weights, scripts may call it on rank 0 alone.
+    # If every rank has all weights, do not wait for other ranks: a script may call this on rank 0 alone.
     if any(state.flat.depth_of_master for state in engine.all_states):
         all_or_none(patient_hosts(), write_on_first)
     else:
@@ -347,11 +347,11 @@ def _save_pretrained(model: Any, *args: Any, **kwargs: Any) -> None:
 
 
 def _write(self: Any, save_directory: Any, **words: Any) -> None:
-    """Write with the model's own method, which may empty the dict of weights."""
+    """Call the model's own `save_pretrained`. It may empty the dict of weights, so their dtype is read before."""
     weights = words.get("state_dict") or {}
     dtype = next((value.dtype for value in weights.values() if value.is_floating_point()), None)
     type(self).save_pretrained(self, save_directory, **words)
-    # The configuration has the dtype that parameters compute in; the weights are written as they were given.
+    # The method writes the compute dtype into the configuration, but the weights have their original dtype: correct it.
     is_written = words.get("is_main_process", True) and _is_pretrained(self) and not self._hf_peft_config_loaded
     if is_written and dtype is not None:
         self.config.dtype = dtype
@@ -359,12 +359,12 @@ def _write(self: Any, save_directory: Any, **words: Any) -> None:
 
 
 def _is_pretrained(model: nn.Module) -> bool:
-    """True for a `PreTrainedModel`. PEFT's wrappers have the attributes of what they wrap, but not the class's."""
+    """True for a `PreTrainedModel`. PEFT's wrappers pass on the attributes of the model, but not of its class."""
     return getattr(type(model), "base_model_prefix", None) is not None
 
 
 def _wanted(model: Any) -> Callable[[str], bool]:
-    """Choose the weights to write: of a model that PEFT wraps, its adapters and embeddings (they may belong to one)."""
+    """Return a filter by name of the weights to write. For PEFT: trained weights, adapters, and all embeddings."""
     adapters = None if _is_pretrained(model) else getattr(model, "peft_config", None)
     if adapters is None:
         return lambda name: True

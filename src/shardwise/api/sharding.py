@@ -94,8 +94,8 @@ def shard(
 
     optimizer: one, or a list with different parameters; then a list is returned. In fp16 they share one loss scale.
     strategy: a preset's name, a `Layout`, or a mapping from patterns of unit names to either; "auto" takes the fastest
-        plan that fits into the free memory. A name may be followed by offloaded state, "zero3+optimizer=host:0.6", and
-        by codecs for collectives, "hsdp+grads_as=int8".
+        plan that fits into the free memory. A name may be followed by offloads ("zero3+optimizer=host:0.6" offloads
+        60 % of the optimizer state) and by codecs for collectives ("hsdp+grads_as=int8").
     precision: fp32, bf16 (fp32 masters), bf16-autocast (fp32 weights, the model runs under torch.autocast), fp16 (fp32
         masters, loss scaling), pure-bf16, or a `Precision`.
     reduce_dtype: the dtype in which gradients are sent and summed (default: that of the precision).
@@ -104,8 +104,8 @@ def shard(
     memory_budget: bytes for gathered units (default: two units, the one that computes and the next one).
     early_update: update a unit as soon as its gradient is final, while the backward of others still runs. Clipping is
         not possible then, and weights must not be read between backward() and step().
-    skip_nonfinite: skip steps whose gradient is not finite, on all ranks, as fp16 always does; else a NaN gets into the
-        weights. The host waits for the gradients' norm.
+    skip_nonfinite: skip a step on all ranks if a gradient is not finite, as fp16 always does; otherwise NaN gets into
+        the weights. The host then waits for the gradients' norm in each step.
     seed: initialises the weights of a model built on the meta device.
     batch: for "auto", the size of the activations: sequences per micro-batch, tokens per sequence, and micro-batches
         per step (default: one). Without it a quarter of the memory is reserved for them.
@@ -183,7 +183,7 @@ def _shard(world: Channel, plan: Prepared) -> list[ShardedOptimizer]:
 
 
 def _warn(plan: Prepared, world_size: int) -> None:
-    """Warn about parameters that nothing trains, and that each rank will have running statistics of its own."""
+    """Warn about parameters that no optimizer updates, and about batch norms with different statistics per rank."""
     names = plan.unoptimized if plan.request.optimizers else []
     if names:
         more = f" and {len(names) - 8} more" if len(names) > 8 else ""
@@ -226,7 +226,7 @@ def _kind(value: object) -> str:
 
 
 def free_bytes_here() -> int:
-    """Free memory for this rank: that of its GPU, or its share of the machine's."""
+    """Free memory for this rank: of its GPU, or on a CPU its share of the host memory."""
     where = device()
     if where.type == "cuda":
         return torch.cuda.mem_get_info(where)[0]

@@ -31,13 +31,12 @@ from .subject import Built, Planned, model_of, subject_for
 from .training import USUAL_SEQ, Checkpointing, Lora, Training
 
 OPEN = "auto"  # the plan chooses the checkpointing
-# Maximum number of sequences per micro-batch in the search.
-MOST_SEQUENCES = 64
+MOST_SEQUENCES = 64  # maximum number of sequences per micro-batch in the search
 
 
 @dataclass(frozen=True, repr=False)
 class Plan:
-    """All assessed strategies (`found`, presets first) and the recommended one; None if nothing fits."""
+    """All assessed strategies (`found`, presets first). `recommended`: None if no exact or requested one fits."""
 
     subject: Subject
     machine: Machine
@@ -54,7 +53,7 @@ class Plan:
 
     @cached_property
     def refusals(self) -> dict[str, str]:
-        """For each strategy that does not fit, by name: the change that would make it fit; empty if none does."""
+        """The strategies that do not fit, by name, with a change that makes each of them fit; empty if none does."""
         return {entry.name: nearest_change(self.assess, entry) for entry in self.found if not entry.fits}
 
     def __repr__(self) -> str:
@@ -87,9 +86,9 @@ def plan(
         A config of an unknown family is planned as the module that transformers builds from it.
     cluster: "8xH100-80GB", or a value of `make_cluster`, which takes nodes and networks.
     training: settings of a step; or pass its fields as keywords: seq=4096, micro_batch=2, optimizer="adamw8bit".
-    strategy: assess only this one; "auto+params_as=int8" is every preset with that change.
-    checkpointing: "auto" uses as little as fits; it is the default if no `training` is given. A module keeps the
-        checkpointing that it has.
+    strategy: assess only this one. "auto+params_as=int8" assesses every preset with parameters sent as int8.
+    checkpointing: "auto" checkpoints no more than is needed to fit; it is the default if `training` is not given.
+        A module keeps the checkpointing that it has.
     global_batch: sequences per step over all GPUs; each strategy gets the micro-batch that suits it best, unless one is
         given.
     search: also try mixed layouts, and an optimizer that is split between device and host.
@@ -145,8 +144,9 @@ def plan_for(
     has_disk: bool = False,
     tie: float = TIE,
 ) -> Plan:
-    """Assess strategies and recommend one. An inexact one is recommended only if requested; `only_exact`: never listed.
-    `has_disk`: there is a folder for state on disk. `tie`: a plan this close to the fastest counts as equally fast."""
+    """Assess strategies and recommend one. A strategy with quantised collectives is not exact: it is recommended only
+    if `strategy` names it, and with `only_exact` it is not assessed. `has_disk`: there is a folder for state on disk.
+    `tie`: a plan whose speed differs from the fastest by at most this fraction counts as equally fast."""
     moves = moves_behind_auto(strategy)
     if moves:
         entries = candidates = [assess_named(assess, layout.name, choice) for layout in moved_presets(moves)]
@@ -202,7 +202,7 @@ def batches_of(
 
 def _why(assess: Assessor, entries: Sequence[Assessment], best: Assessment | None) -> str:
     if best is None:
-        # Name a change that makes the strategy that needs the least memory fit.
+        # Take the strategy that needs the least memory, and name a change with which it fits.
         exact = [entry for entry in entries if entry.is_exact] or list(entries)
         least = min(exact, key=lambda entry: entry.needed_bytes)
         change = nearest_change(assess, least)
@@ -225,7 +225,7 @@ def _why(assess: Assessor, entries: Sequence[Assessment], best: Assessment | Non
 
 
 def _why_off_device(entries: Sequence[Assessment], best: Assessment) -> str:
-    """Explain which state is offloaded, and why this much of it."""
+    """Say how much state is offloaded, where to, and why."""
     fits_here = any(entry.fits and entry.is_on_device for entry in entries)
     text = f"{'it has more room than' if fits_here else 'nothing fits'} on the device alone, and of what fits it is "
     text += f"the fastest, {best.step_s:.3g} s a step"
@@ -239,9 +239,8 @@ def _why_off_device(entries: Sequence[Assessment], best: Assessment) -> str:
     return text
 
 
-MOST_NODES = 1024  # that `nearest_change` tries
-# Flags of `shardwise plan` by field of `Training`.
-FLAGS = {
+MOST_NODES = 1024  # maximum number of nodes that `nearest_change` tries
+FLAGS = {  # of `shardwise plan`, by field of `Training`
     "checkpointing": "--checkpointing",
     "micro_batch": "--micro-batch",
     "num_micro_batches": "--accumulation",
@@ -263,7 +262,8 @@ def nearest_change(
     nodes: str = "--nodes",
     moving: Callable[[Layout], str] = lambda layout: f"--strategy {layout.name}",
 ) -> str:
-    """Return the first change that makes the strategy fit, as command-line flags; empty if none does."""
+    """Return the first change that makes the strategy fit, as command-line flags; empty if none does. `nodes`: the flag
+    for the number of nodes. `moving`: returns the flag for a layout with more state on the host."""
     training = entry.training
     for smaller in _smaller_trainings(training):
         if _fitting(assess, entry.layouts, smaller):
@@ -299,7 +299,7 @@ def on_host(layout: Layout) -> Iterator[Layout]:
 
 
 def _fitting(assess: Assessor, layouts: Sequence[Layout], training: Training) -> Assessment | None:
-    """Return the plan if it fits. None also if it cannot be planned, such as checkpointing without blocks."""
+    """Return the assessment if it fits, else None; also None if it cannot be made (checkpointing without blocks)."""
     try:
         entry = assess(layouts[0].name, layouts, training)
     except ConfigurationError:

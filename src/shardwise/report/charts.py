@@ -1,10 +1,10 @@
 """The geometry of charts: memory bars, the loss curve, and one step over time. `charts.svg.j2` draws them.
 
-A chart has no fixed width. Shapes are in an inner drawing of 1000 x 1000 that is stretched to the available size; text
-is in the outer one, positioned in percent, so that its size is the same on a phone and on a desk. Each bar is a drawing
-of its own, so that names and numbers are text of the page and wrap like it. The step has memory at every instant and
-below it, on the same time axis, what each lane does. Spans that would be narrower than a line are merged, so that the
-files stay small for steps of many micro-batches.
+A chart has no fixed width. Shapes are in an inner SVG of 1000 x 1000 that is stretched to the available size. Text is
+in the outer SVG, positioned in percent, so that its size is the same on every screen. Each bar is an SVG of its own, so
+that names and numbers are ordinary text of the page, which can wrap. The chart of a step shows the memory at every
+instant and below it, on the same time axis, what each lane does. Spans that would be narrower than a line are merged,
+so that the files stay small for steps of many micro-batches.
 """
 
 import itertools
@@ -30,17 +30,17 @@ from .plan_facts import (
 )
 
 Point = tuple[float, float]  # step and loss
-STRETCHED = 1000
-# Bars that are longer than this many GPUs are cut, so that those near the limit can be distinguished.
+STRETCHED = 1000  # width and height of the inner SVG
+# Bars are cut at this multiple of the GPU's memory, so that differences near the limit can be seen.
 MOST_GPUS = 1.5
-# A GPU that is this many times larger than the longest bar is not drawn: everything else would be too small to see.
+# The GPU's memory is not drawn if it is this many times the longest bar: everything else would be too small to see.
 FAR = 4
 MOST_POINTS = 800
 MOST_INSTANTS = 600
 FINEST = 1 / 2500  # fraction of the step: spans of a lane that are closer than this are merged
-WHOLE = 0.9  # fraction of the step: a shorter drawing leaves out micro-batches
+WHOLE = 0.9  # fraction of the step: if less time is drawn, micro-batches are left out
 ZOOMS = (1, 4, 16)
-HEADROOM = 1.1
+HEADROOM = 1.1  # top of the axis, relative to the highest value
 FILLED = 0.95  # fraction of a span's width; the gap separates it from the next
 PASSES = ("forward", "backward")
 LANES = {
@@ -54,7 +54,7 @@ LANES = {
 
 
 class Mark(NamedTuple):
-    """A word on an axis, at a share of the width in percent."""
+    """A label on an axis. `share`: its position, in percent of the width."""
 
     words: str
     share: float
@@ -101,7 +101,7 @@ def ticks(most: float, about: int = 5) -> list[float]:
 
 
 class Scale(NamedTuple):
-    """Bytes from the left to the right edge, and the memory of the GPU."""
+    """Scale of the bars. `full`: bytes from the left to the right edge; `limit`: memory of the GPU."""
 
     full: float
     limit: float | None
@@ -118,7 +118,7 @@ class Scale(NamedTuple):
             below += num_bytes
 
     def whisker(self, strategy: Strategy) -> str:
-        """The interval of what is needed; empty if it is not known or the bar is cut."""
+        """SVG path of the interval of the needed memory; empty if it is unknown or the bar is cut."""
         if not strategy.interval or strategy.needed > self.full:
             return ""
         low, high = (min(self.at(edge), STRETCHED) for edge in strategy.interval)
@@ -145,8 +145,8 @@ def scale_of(plan: Plan) -> Scale:
 
 
 def draw_curve(curve: Json) -> dict[str, object]:
-    """Return paths, dots, and the positions of horizontal lines in percent. `left` has abandoned branches: the run
-    continued from an earlier step."""
+    """Return paths, dots, and the positions of horizontal lines in percent. `left` has abandoned branches: steps
+    after which the run was continued from an earlier step."""
     train, evaluation, abandoned = curve["train"], curve["evaluation"], [part for part in curve["left"] if part]
     points = [*train, *evaluation, *itertools.chain(*abandoned)]
     most_steps = max(step for step, _ in points) or 1
@@ -235,13 +235,13 @@ def draw_step(plan: Plan, chosen: Strategy) -> dict[str, object] | None:
         span = Span(text_of(row.get("name")), amount(row, "begin_s"), amount(row, "end_s"))
         if span.end_s > span.begin_s:
             spans.setdefault(text_of(row.get("lane")), []).append(span)
-    # Shorter than the step where equal micro-batches in its middle are left out.
+    # This is less than the step if the plan leaves out equal micro-batches in the middle.
     drawn_s = max([at_s, *(span.end_s for lane in spans.values() for span in lane)])
     step_s = chosen.amount("step_seconds")
     full_s = drawn_s if 0 < drawn_s < WHOLE * step_s else max(drawn_s, step_s)
     if not full_s or not (instants or spans):
         return None
-    # Instants describe the allocator, without the context.
+    # Instants have the memory of the allocator, without the context of CUDA and NCCL.
     context = amount(chosen.held, CONTEXT)
     room = max(plan.limit - context, 0.0) if plan.limit else None
     order = [*LANES, *(name for name in spans if name not in LANES)]
@@ -272,7 +272,7 @@ def memory_over_time(instants: Sequence[Instant], full_s: float, limit: float | 
     peak = max(instants, key=lambda instant: instant.total)
     shown = instants
     if len(instants) > MOST_INSTANTS:
-        # Of those that share a column, the one with the most memory.
+        # Show one instant per column: the one with the most memory.
         columns: dict[int, list[Instant]] = {}
         for instant in instants:
             columns.setdefault(int(MOST_INSTANTS * instant.at_s / full_s), []).append(instant)
@@ -319,7 +319,7 @@ def _lane(name: str, spans: list[Span], full_s: float) -> Lane:
         until_s = max(until_s, span.end_s)
         last = merged[-1] if merged else None
         if last is not None and span.end_s - last.begin_s < full_s * FINEST:
-            # Neighbours that are too narrow to be seen.
+            # Merge neighbours that are too narrow to be seen.
             called = last.name if last.num > 1 else f"from {last.name} on"
             merged[-1] = Span(called, last.begin_s, max(last.end_s, span.end_s), last.num + 1)
         else:

@@ -1,7 +1,7 @@
-"""A plan as readers see it: numbers and words, read with care from JSON that may be old, partial or another program's.
+"""A plan as readers see it: numbers and words from JSON that may be old, incomplete, or written by another program.
 
 `CLASSES` is the order in which memory is stacked: state at the bottom, then communication buffers, then activations.
-Strategies with equal numbers are shown together: on one node, those that differ between nodes alone are equal.
+Strategies with equal numbers are shown as one: on a single node, for example, `hsdp` equals `zero3`.
 """
 
 import math
@@ -13,7 +13,7 @@ from ..base.text import count, plural, size
 
 Json = dict[str, Any]
 
-CONTEXT = "context"  # of CUDA and NCCL: outside of the allocator
+CONTEXT = "context"  # memory of CUDA and NCCL, outside of torch's allocator
 CLASSES = {
     "params": "parameters",
     "grads": "gradients",
@@ -27,22 +27,22 @@ CLASSES = {
 RESERVE = "reserve"  # memory that the allocator holds beyond the memory in use
 SEGMENTS = {**CLASSES, RESERVE: "held by the allocator"}
 LARGEST = 1e24  # larger values are not valid amounts
-PLACES = {"host": "on the host", "disk": "on disk"}  # per node
+PLACES = {"host": "on the host", "disk": "on disk"}  # their sizes are per node
 WIRES = {"intra_node": "inside a node", "inter_node": "between nodes", "pcie": "over PCIe", "disk": "to and from disk"}
 OF_STRATEGIES = ("micro_batch", "num_micro_batches", "checkpointing")  # may differ between strategies
-# "needs 98.1 GB on each H100-80GB, which has 84.9 GB"; the number is a group of its own.
+# Why a strategy does not fit: "needs 98.1 GB on each H100-80GB, which has 84.9 GB". The second group is the number.
 _NEEDS = re.compile(r"(needs )([\d,.]+)( GB .*)")
 
 
 def number(value: object) -> float | None:
-    """Return a number that can be drawn, or None."""
+    """Return the value if it is a number that can be drawn (not NaN, not too large), else None."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < LARGEST:
         return None
     return value
 
 
 def amount(values: object, *names: str) -> float:
-    """Return a number from nested mappings; 0 if it is missing or no valid amount."""
+    """Return a number from nested mappings; 0 if it is missing, negative or no number."""
     for name in names:
         values = values.get(name) if isinstance(values, dict) else None
     return max(number(values) or 0, 0)
@@ -81,7 +81,7 @@ def percent(value: float | None) -> str:
 
 
 def stacked(num_bytes: Json) -> dict[str, float]:
-    """Bytes by class, from the bottom to the top; classes that hold nothing are left out."""
+    """Return bytes by class in the order of `CLASSES`, without empty classes."""
     found = {name: amount(num_bytes, name) for name in CLASSES}
     return {name: value for name, value in found.items() if value > 0}
 
@@ -95,7 +95,7 @@ def _joined(*words: str) -> str:
 
 
 class Strategy:
-    """A strategy of a plan. `title` names those with the same numbers too, which are not shown again."""
+    """A strategy of a plan. `title` also names the strategies with the same numbers, which are not shown again."""
 
     def __init__(self, row: Json, plan: "Plan") -> None:
         self.row = row
@@ -107,7 +107,7 @@ class Strategy:
         self.mfu = None if plan.device == "rank" else number(row.get("mfu"))
         self.peak = text_of(mapping(row.get("peak")).get("text"))
         self.held = mapping(row.get("per_gpu_bytes"))
-        # Bytes by class at the peak, and the context. If the instant of the peak is unknown, the maximum of each.
+        # Bytes by class at the instant of the peak, and the context. If they are unknown: the maximum of each class.
         at_once = mapping(mapping(row.get("peak")).get("bytes")) or self.held
         self.at_peak = stacked({**at_once, CONTEXT: self.held.get(CONTEXT)})
         in_use = sum(value for name, value in self.at_peak.items() if name != CONTEXT)
@@ -118,13 +118,13 @@ class Strategy:
         self.interval: tuple[float, float] | None = None
         if low is not None and high is not None and high > low:
             self.interval = (low + amount(self.held, CONTEXT), high + amount(self.held, CONTEXT))
-        # It fits as expected, but not with the upper estimate.
+        # Tight: the expected memory fits, the upper estimate does not.
         is_over = plan.limit is not None and self.interval is not None and self.interval[1] > plan.limit
         self.is_tight = bool(row["tight"]) if isinstance(row.get("tight"), bool) else self.fits and is_over
         self._read_batch()
 
     def _read_batch(self) -> None:
-        """Put the batch into words, also in short (mb 4 x 2): each strategy may have its own."""
+        """Describe the batch in words, and in short ("mb 4 x 2"). Each strategy may have its own batch."""
         micro, num = int(self.amount("micro_batch")), int(self.amount("num_micro_batches"))
         checkpointing = text_of(self.row.get("checkpointing"))
         self.checkpointing = "" if checkpointing == "none" else checkpointing
@@ -146,7 +146,7 @@ class Strategy:
 
     @property
     def layout(self) -> str:
-        """The value for `--strategy`: a name, or a mapping from patterns to layouts with ranges of numbers."""
+        """The strategy as text: a name, or units and their layouts ("blocks.2-4, head: zero2; *: zero3")."""
         layout = self.row.get("strategy", self.row.get("layout"))
         if not isinstance(layout, dict):
             return text_of(layout)
@@ -177,7 +177,7 @@ class Strategy:
 
 
 class Plan:
-    """A plan. `strategies` are in order: the recommended one, then those that fit, fastest first, then the nearest."""
+    """A plan. `strategies`: the recommended one, others that fit (fastest first), the rest (least memory first)."""
 
     def __init__(self, plan: Json) -> None:
         self.json, self.cluster = plan, mapping(plan.get("cluster"))
@@ -198,7 +198,7 @@ class Plan:
         return strategy is not self.best, not strategy.fits, math.inf if cost is None else cost
 
     def uses(self, *names: str) -> bool:
-        """True if any strategy has a value above 0 there."""
+        """True if any strategy has a value above 0 under these nested keys."""
         return any(strategy.amount(*names) > 0 for strategy in self.strategies)
 
     @cached_property
@@ -222,7 +222,7 @@ class Plan:
 
     @property
     def reason(self) -> str:
-        """Why the strategy is recommended; the text before it gives its name."""
+        """Why the strategy is recommended. Its name is left out, because the caller prints it before this text."""
         why, name = text_of(self.json.get("why")), text_of(self.json.get("recommended"))
         return f"it {why.removeprefix(name).lstrip()}" if name and why.startswith(f"{name} ") else why
 
@@ -235,7 +235,7 @@ class Plan:
         if not self.strategies:
             return "Nothing was planned."
         nearest, *others = self.strategies
-        # A plan of a single strategy may recommend none although it fits.
+        # A plan of a single strategy may recommend nothing, although this strategy fits.
         says = "fits" if nearest.fits else "does not fit"
         return self.reason or ("Nothing fits." if others else f"{nearest.name} {says}.")
 
@@ -255,7 +255,7 @@ class Plan:
 
     @property
     def machine_words(self) -> str:
-        """The GPU's memory and the links."""
+        """The GPU's memory, the bandwidths of the links, and the memory of host and disk."""
         inside, between = (amount(self.cluster, name, "gigabytes_per_s") for name in ("intra", "inter"))
         network = text_of(self.cluster.get("network"))
         has_inside, has_between = (amount(self.cluster, name) > 1 for name in ("node_size", "num_nodes"))
@@ -302,7 +302,7 @@ class Plan:
 
     @property
     def refusals(self) -> list[tuple[str, str, str]]:
-        """Names, reason and nearest change; strategies whose reasons differ only in the number share a row."""
+        """Names, reason, and a change that helps. Strategies whose reasons differ only in the number share a row."""
         found: dict[tuple[str, str, str], list[tuple[str, str]]] = {}
         for strategy in self.strategies:
             if not strategy.fits:
@@ -312,7 +312,7 @@ class Plan:
                 found.setdefault(key, []).append((strategy.name, amount_of))
         refused = []
         for (begin, end, nearest), each in found.items():
-            first, last = each[0][1], each[-1][1]  # strategies are sorted by need
+            first, last = each[0][1], each[-1][1]  # strategies are sorted by needed memory
             span = first if first == last else f"{first} to {last}"
             refused.append((", ".join(name for name, _ in each), f"{begin}{span}{end}", nearest))
         return refused

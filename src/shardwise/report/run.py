@@ -1,8 +1,8 @@
-"""A run compared with its plan, as a value, as text and as parts of the page. The run may still be going on.
+"""A run compared with its plan, as a value, as text and as parts of the page. The run may still be in progress.
 
-Everything comes from the files in its folder: `metrics.jsonl` has the measurements, `plan.json` the prediction,
-`traffic.json` both for the bytes of a step. `notes` lists what is missing. There are no allocator statistics on a CPU:
-the memory of the whole process is shown instead. In the JSON, predicted figures are `planned`, measured ones `seen`.
+All data comes from the files in the run's folder: `metrics.jsonl` has the measurements, `plan.json` the prediction, and
+`traffic.json` the predicted and the measured bytes of a step. `notes` lists what is missing. A CPU has no allocator
+statistics; the memory of the process is shown instead. In the JSON, predicted figures are `planned`, measured `seen`.
 """
 
 import math
@@ -35,7 +35,7 @@ MEASURED = {
 
 
 def read_run(folder: Path) -> tuple[Json, Json | None]:
-    """Return the run, and its plan if there is one."""
+    """Read a run folder. Return the run, and its plan if there is one."""
     notes: list[str] = []
     config = _config_in(folder, notes)
     metrics = _rows_in(folder / METRICS, notes)
@@ -93,7 +93,7 @@ def _config_in(folder: Path, notes: list[str]) -> Json:
 
 
 def _json_in(file: Path, notes: list[str], without: str = "") -> Json | None:
-    """Read an object. None if there is none, which is noted with its consequence, `without`."""
+    """Read a JSON object. If that fails, add a note and return None. `without`: what the missing file leads to."""
     if not file.exists():
         notes.append(f"There is no {file.name} in this run's folder: {without}.")
         return None
@@ -105,7 +105,7 @@ def _json_in(file: Path, notes: list[str], without: str = "") -> Json | None:
 
 
 def _rows_in(file: Path, notes: list[str]) -> list[Json]:
-    """Every complete row with a step; a last line that is being written is left out."""
+    """Return every complete row with a step. A last line that is still being written is left out."""
     found: list[Any] = []
     try:
         text = read_regular(file, _MOST_ROWS_BYTES) if file.exists() else b""
@@ -127,7 +127,7 @@ def _by_step(metrics: list[Json], key: str) -> list[Json]:
 
 
 def _abandoned(left: list[Json]) -> list[list[list[float]]]:
-    """Split the rows of abandoned branches where the step number falls back."""
+    """Split rows into abandoned branches of the loss curve: a new one begins where the step number does not rise."""
     parts: list[list[list[float]]] = []
     last = math.inf
     for row in left:
@@ -141,8 +141,8 @@ def _abandoned(left: list[Json]) -> list[list[list[float]]]:
 
 
 def _starts(steps: list[Json], plan: Json | None) -> Iterator[tuple[Json, list[Json]]]:
-    """Yield the strategy and the number of ranks of each start, in order, with its rows. The plan belongs to the last
-    one. If the plan lacks the starts, all steps are one."""
+    """Yield each start of the run (strategy, ranks, first and last step) with its rows, in order. The plan describes
+    the last start. If the plan has no list of starts, all steps count as one start."""
     known = rows((plan or {}).get("starts")) or [{}]
     firsts = [int(amount(start, "first_step")) for start in known]
     for start, first, last in zip(known, firsts, [*firsts[1:], math.inf], strict=True):
@@ -164,7 +164,7 @@ def _summary(start: Json, within: list[Json]) -> str:
 
 
 def _loss(steps: list[Json]) -> Json:
-    """Summarise the loss. `first_step`: the step of `first`. Other rows hold the mean since the row before."""
+    """Return the first and the last loss. A row has the mean since the row before; `first_loss` is that of step 1."""
     if not steps:
         return {}
     known, begin = number(steps[0].get("first_loss")), int(steps[0]["step"])
@@ -176,8 +176,8 @@ def _loss(steps: list[Json]) -> Json:
 
 
 def _predicted_memory(strategy: Json) -> dict[str, float | None]:
-    """Predicted memory in the classes of a metrics row: persistent state and buffers; activations are the rest of the
-    peak."""
+    """Return the predicted memory in the classes of a metrics row. Activations are the part of the peak that is neither
+    persistent state nor buffers."""
     held, persistent = mapping(strategy.get("per_gpu_bytes")), mapping(strategy.get("rests"))
     found = {name: number(persistent.get(name, held.get(name))) for name in ("params", "grads", "optimizer")}
     buffers = amount(held, "gathered") + amount(held, "reduce")
@@ -249,7 +249,7 @@ def _tokens_per_step(steps: list[Json]) -> float | None:
 
 
 class Pair(NamedTuple):
-    """One predicted and measured quantity; None: unknown. `words` formats a number."""
+    """One quantity, predicted and measured; None: unknown. `words` formats a number."""
 
     name: str
     planned: float | None
@@ -263,7 +263,7 @@ class Pair(NamedTuple):
 
     @property
     def bars(self) -> list[tuple[str, float, str]]:
-        """The memory of a whole process is not on the same scale as the rest, and gets no bars."""
+        """(label, value, text) of two bars. The memory of a whole process has no bars: its scale is different."""
         if self.name == PROCESS:
             return []
         values = {"predicted": self.planned, "measured": self.seen}
@@ -316,7 +316,7 @@ def _first(loss: Json) -> str:
 
 
 def about(run: Json) -> str:
-    """Describe the run and its machine: tiny, ddp (auto) on 2 x cpu, fp32."""
+    """Describe the run and its machine, for example "tiny, ddp (auto) on 2 x cpu, fp32"."""
     requested, runs = text_of(run["strategy"]), run["runs"]
     strategy = f"{runs} ({requested})" if runs and requested and requested != runs else runs or requested
     where = f" on {run['device']}" if run["device"] else ""
@@ -338,7 +338,7 @@ def page_parts(run: Json) -> Json:
 
 
 def _tiles(run: Json) -> Iterator[tuple[str, str, str]]:
-    """Return the tiles of the page: name, figure, and a note below it."""
+    """Yield the tiles of the page: name, figure, and a note below it."""
     of = f" of {run['max_steps']:,.0f}" if run["max_steps"] else ""
     yield "trained", f"{plural(run['step'], 'step')}{of}", f"{count(run['tokens'])} tokens"
     if loss := mapping(run["loss"]):

@@ -4,9 +4,9 @@
     selective  the block's input, attention, and products that are worth their memory; the rest is recomputed
     full       the block's input only
 
-A product of k terms costs 2k operations for every element that is saved, so per byte all products of one input are
-equally worth saving; attention is worth more as sequences grow, elementwise operations are never worth it. In elements
-per token of a Llama block of width h, with keys and values of h / 4 and a feed-forward of 3.5 h:
+To recompute one element of a product over k terms costs 2k operations, so products of one input save equally much work
+per byte. Attention saves more as sequences grow; elementwise operations are never worth their memory. In elements per
+token, for a Llama block of width h, with keys and values of h / 4 and a feed-forward of 3.5 h:
 
                               none      selective   full
     saved                     20.5 h    7.5 h       1 h
@@ -14,10 +14,10 @@ per token of a Llama block of width h, with keys and values of h / 4 and a feed-
 
 Selective checkpointing saves attention, products that keep the width (query, out), and every second one of the products
 that widen (gate and up, or a fused qkv and up), which have most of the bytes. It does not save products that narrow to
-half or less: down, whose result nobody reads again, and keys and values of grouped queries, which are cheap. The usual
+half or less: down, whose result no backward reads, and keys and values of grouped queries, which are cheap. The common
 rule (every second product, in the order of execution) saves 7.75 h here, and recomputes 37 %.
 
-The wrapper is inside the module's call and around its forward: hooks, and so the engine's gathers, are outside of it.
+The wrapper replaces `module.forward`, so module hooks, and with them the engine's gathers, run outside of it.
 A recompute runs in the block's backward, for which the block is gathered anyway.
 """
 
@@ -47,7 +47,7 @@ _PRODUCTS = {
     torch.ops.aten._scaled_mm.default: 0,
     torch.ops.aten._grouped_mm.default: 0,
 }
-# Products of many pairs: attention written out by hand.
+# Batched products: attention that is written without a fused kernel.
 _BATCHED_PRODUCTS = {torch.ops.aten.bmm.default: 0, torch.ops.aten.baddbmm.default: 1}
 
 
@@ -104,7 +104,7 @@ def _selective_contexts() -> tuple[AbstractContextManager[None], AbstractContext
 
 
 class _Selection:
-    """Decides what a block's forward saves. Some torch versions ask again in the recompute: the answers are equal."""
+    """Decides what a block's forward saves. Some torch versions ask again in the recompute: it has its own count."""
 
     def __init__(self) -> None:
         self._num_wide = {False: 0, True: 0}
@@ -129,6 +129,6 @@ class _Selection:
 
 @cache
 def _is_attention(op: Any) -> bool:
-    """Recognise attention by name, so that kernels of other libraries count as well."""
+    """Recognise attention by name, so that kernels of other libraries are found too."""
     name = str(op)
     return "attention" in name or "attn" in name

@@ -1,10 +1,10 @@
-"""Slurm and Kubernetes: what Slurm's variables say about this process, and files to submit.
+"""Slurm and Kubernetes: reads Slurm's environment variables, and makes job files to submit.
 
-`srun` with a task per rank has started the ranks already; with a task per node it has started the launchers, which have
-to find each other. A batch script that calls no `srun` is an ordinary process on the first node.
+If `srun` starts one task per rank, each task is a rank. If it starts one task per node, each task is a launcher, and
+the launchers have to find each other. Without `srun`, a batch script runs as an ordinary process on the first node.
 
-The files to submit run the command that made them, once per machine. They give the run time to save before it is ended,
-and resume from its last checkpoint when it is started again.
+A job file runs the command that made it, once per node. It gives the run time to save before it is ended, and resumes
+from the last checkpoint when it is started again.
 """
 
 import json
@@ -22,10 +22,10 @@ from .settings import num_nodes as nodes_of
 
 Variables = Mapping[str, str]
 
-DEFAULT_GPUS = 8  # of a machine
+DEFAULT_GPUS = 8  # per node
 SAVE_S = 120  # seconds for the last save
 PORT = 29400
-FINAL_CODES = (2, 3, 4, 5, 130)  # another start would end in the same way, or a user has stopped the run
+FINAL_CODES = (2, 3, 4, 5, 130)  # exit codes: a restart would fail in the same way, or a user stopped the run
 
 
 def num_tasks(variables: Variables) -> int:
@@ -37,7 +37,7 @@ def num_nodes(variables: Variables) -> int:
 
 
 def is_step(variables: Variables) -> bool:
-    """Return whether srun has started this process; a batch script has much the same variables."""
+    """Return whether srun has started this process. A batch script has almost the same variables."""
     return "SLURM_PROCID" in variables and ("SLURM_STEP_ID" in variables or "SLURM_STEPID" in variables)
 
 
@@ -80,19 +80,19 @@ def first_host(variables: Variables) -> str:
 
 
 def port(variables: Variables) -> int:
-    """Choose a port: the same on every node, another for another step, below those that the kernel gives out."""
+    """Choose a port: the same on every node, a different one for each Slurm step, below the ephemeral ports."""
     job = int(variables.get("SLURM_JOB_ID", "0"))
     step = int(variables.get("SLURM_STEP_ID") or variables.get("SLURM_STEPID") or 0)
     return 15000 + (8 * job + step) % 15000
 
 
 def slurm_script(settings: Settings, words: Sequence[str]) -> str:
-    """Return a script for sbatch. `words` are those of the command line after `shardwise train`."""
+    """Return a script for sbatch. `words`: the arguments after `shardwise train`."""
     low, high = nodes_of(settings.nnodes)
     values = _common_values(settings, words)
     values["nodes"] = low if low == high else f"{low}-{high}"
     values["gpus"] = "" if settings.device == "cpu" else f"#SBATCH --gpus-per-node={values['num_gpus']}\n"
-    # The job keeps its number when it is queued again.
+    # A job that is queued again keeps its id, and so its run folder.
     run = f'"runs/{values["name"]}-$SLURM_JOB_ID"'
     values["run"] = shlex.quote(settings.output_dir) if settings.output_dir else run
     return _template("slurm.sh.txt").format(**values)
@@ -103,7 +103,7 @@ def kubernetes_job(settings: Settings, words: Sequence[str]) -> str:
     _, nodes = nodes_of(settings.nnodes)
     values = _common_values(settings, words)
     name = values["name"]
-    # On the volume that all machines can write, wherever the image starts its processes.
+    # An absolute path on the shared volume: the working directory depends on the image.
     mount, folder = "/runs", settings.output_dir or name
     run = folder if folder.startswith("/") else f"{mount}/{folder.removeprefix('runs/')}"
     gpus = f"resources:\n  limits:\n    nvidia.com/gpu: {values['num_gpus']}\n"
@@ -115,7 +115,7 @@ def kubernetes_job(settings: Settings, words: Sequence[str]) -> str:
         nodes=nodes,
         retries=3 * nodes,
         refusals=json.dumps(FINAL_CODES),
-        # Kubernetes reads $(NAME) and $$ itself.
+        # Kubernetes expands $(NAME) and $$ itself: escape them.
         script=json.dumps(re.sub(r"\$(?=[$(])", "$$", script)),
         resources="" if settings.device == "cpu" else indent(gpus, 10 * " "),
         mount=mount,
@@ -132,10 +132,10 @@ def _common_values(settings: Settings, words: Sequence[str]) -> dict[str, Any]:
     return {
         "command": command,
         "command_line": command.replace("\n", " "),
-        # Kubernetes accepts such names.
+        # Kubernetes accepts only lower-case letters, digits and hyphens.
         "name": re.sub(r"[^a-z0-9]+", "-", f"shardwise-{source}").strip("-")[:50].strip("-"),
         "num_gpus": settings.nproc_per_node or DEFAULT_GPUS,
         "save_s": SAVE_S,
-        # A restarted job resumes; one that names a checkpoint begins there each time.
+        # A restarted job resumes from its last checkpoint, unless the command names a checkpoint: then it begins there.
         "resume": "" if settings.resume_from_checkpoint else " --resume-from-checkpoint auto",
     }

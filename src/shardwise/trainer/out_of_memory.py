@@ -1,10 +1,10 @@
-"""Out of memory, explained: what the rank held by class, compared with the plan at that instant, and what would help.
+"""Out of memory, explained: the memory of the rank by class, compared with the plan, and changes that would help.
 
 The error is caught wherever it is raised, also during the set-up. Every rank that fails writes a report into the run
-folder, which `shardwise doctor oom` shows again. Each change that would help is planned: what it saves, what it costs.
+folder, which `shardwise doctor oom` shows again. The planner computes what each change would save and cost.
 
-Names of the largest blocks come from the engine's tensors. Tensors that autograd saves for the backward have no name in
-Python: they are the rest. The CPU's allocator has no statistics, so on a CPU only blocks with a name are found.
+The largest blocks are named after the tensors that Python sees. Tensors that autograd saves for the backward are not
+among them, and have no name. A CPU's allocator has no list of blocks, so on a CPU only tensors with a name are found.
 """
 
 import gc
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 SET_UP = "the set-up"
 NUM_LARGEST = 5
-# From these shares of memory on, fragmentation, or one large unit, is reported as the cause.
+# Fragmentation is a cause above this share of the memory; one large unit, from this share of the parameters on.
 FRAGMENTED_SHARE, ONE_UNIT_SHARE = 0.1, 0.5
 
 # Flags of `shardwise train` for the fields of a training.
@@ -111,7 +111,7 @@ def _report(error: BaseException, context: FailureContext) -> dict[str, Any]:
     asked_bytes = round(float(requested[1]) * _UNITS.get(requested[2], 0)) if requested else 0
     room, changes = None, []
     if pool is not None:
-        # Memory that was used beyond the plan will be used after any change, too.
+        # If the run used more memory than planned, assume that it uses this much more after any change, too.
         room = pool.limit - max(pool.allocated + asked_bytes - sum(expected.values()), 0)
         if pool.unused > FRAGMENTED_SHARE * pool.limit and not pool.grows:
             words = "PYTORCH_ALLOC_CONF=expandable_segments:True in the environment"
@@ -139,7 +139,7 @@ def _report(error: BaseException, context: FailureContext) -> dict[str, Any]:
 
 
 def _instant(trace: TracebackType | None, context: FailureContext, engine: Engine | None) -> str:
-    """Name the instant as the planner does, if the planner knows it."""
+    """Name the instant of the failure: as the planner does, where the planner has it."""
     if engine is None or context.run is None:
         return SET_UP
     if context.run.activity:
@@ -167,7 +167,7 @@ def _instant(trace: TracebackType | None, context: FailureContext, engine: Engin
 
 
 def _expected(planned: RunPlan | None, name: str) -> dict[str, int]:
-    """Return bytes at the instants of this name, or at the peak, in the classes of `sw.memory`."""
+    """Return the predicted bytes, in the classes of `sw.memory`, at the instant of this name, else at the peak."""
     if planned is None:
         return {}
     named = [instant for instant in planned.entry.memory.instants if instant.name == name]
@@ -205,10 +205,10 @@ def allocator_pool() -> AllocatorPool | None:
 
 
 def _largest_blocks(engine: Engine | None, optimizer: Any) -> list[dict[str, Any]]:
-    """Return the largest blocks of the device, named if possible; equal ones are counted."""
-    names: dict[int, tuple[str, int]] = {}  # by the address of a storage: first the engine's, then all others of Python
+    """Return the largest memory blocks on the device, named if possible. Equal ones are one entry with a count."""
+    names: dict[int, tuple[str, int]] = {}  # by storage address; the engine's names take priority
     with torch._C.DisableTorchFunctionSubclass():
-        # By type: isinstance may call code of the object, which would load lazy ones. Fake tensors have no memory.
+        # Not isinstance: it may run code of the object, and so load a lazy module. Fake tensors have no memory.
         others = [value for value in gc.get_objects() if issubclass(type(value), Tensor)]
         others = [value for value in others if not issubclass(type(value), FakeTensor)]
         described = [(value, f"{tuple(value.shape)} {str(value.dtype).removeprefix('torch.')}") for value in others]
@@ -376,7 +376,7 @@ def _changes(planned: RunPlan) -> Iterator[tuple[str, Assessment]]:
             yield planner.flags_for(entry.training, training, FLAGS), assess(entry.name, entry.layouts, training)
         except Exception:  # noqa: BLE001  the model's own code runs there, or it has no blocks to checkpoint
             continue
-    # The same strategy with more and more state in host memory. Only the planner splits the optimizer state.
+    # The same strategy with more and more state in host memory. Only the search offloads a part of the optimizer.
     layout = entry.layouts[0]
     if len(set(entry.layouts)) == 1 and not layout.uses_disk:
         more = list(planner.on_host(layout))
@@ -386,7 +386,7 @@ def _changes(planned: RunPlan) -> Iterator[tuple[str, Assessment]]:
             if moved != layout:
                 changed = assess(moved.name, [moved] * len(entry.layouts), entry.training)
                 yield f"{offload_flag(moved)}{instead}", changed
-    # The fastest other strategy that fits; if none does, the one that needs least.
+    # The fastest other strategy that fits; if none does, the one that needs the least memory.
     plan = plan_for(Assessor(assess.subject, assess.machine), entry.training, ((entry.training,),), only_exact=True)
     other = plan.recommended or min(plan.found, key=lambda found: found.needed_bytes)
     if other.layouts != entry.layouts:
@@ -397,7 +397,7 @@ def _changes(planned: RunPlan) -> Iterator[tuple[str, Assessment]]:
 
 
 def offload_flag(layout: Layout) -> str:
-    """Return the flag of `shardwise train` for this offload; strategy and wire stay as they were given."""
+    """Return the flag of `shardwise train` for this offload. `--strategy` and `--wire` stay as they are."""
     return f"--offload {','.join(layout.moves)}"
 
 

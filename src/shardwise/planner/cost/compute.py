@@ -1,9 +1,9 @@
-"""Seconds of a unit's work on a GPU by itself: a roofline.
+"""Seconds of a unit's work on a GPU by itself: a roofline model, without waits for transfers or for the host.
 
-Matrix products and attention run at a share of the GPU's peak, everything else at a share of its memory bandwidth, and
-the three follow each other on one stream, so their times add up. A backward multiplies twice for every product of the
-forward, once if the weight is frozen, and reads and writes twice as much; attention's backward takes 2.5 times its
-forward, because it recomputes the scores. Recomputation (activation checkpointing) is added to the backward.
+Matrix products and attention run at a share of the GPU's peak, everything else at a share of its memory bandwidth. The
+three run one after the other on one stream, so their times add up. A backward has two products for each product of the
+forward (one if the weight is frozen) and twice its memory traffic. Attention's backward takes 2.5 times its forward,
+because it recomputes the scores. Recomputation (activation checkpointing) is added to the backward.
 """
 
 from collections.abc import Mapping
@@ -15,25 +15,25 @@ from ..hardware.gpus import Efficiency, Gpu
 from ..training import Training
 from ..work.work import Work
 
-ATTENTION_BACKWARD = 2.5
-MOVED_BACKWARD = 2.0
+ATTENTION_BACKWARD = 2.5  # time, relative to the forward
+MOVED_BACKWARD = 2.0  # memory traffic, relative to the forward
 # Memory traffic of a loss's backward, relative to its forward. A chunked loss does everything in its forward.
 LOSS_MOVED_BACKWARD = {"plain": 1.0, "chunked": 0.0, "fused": 0.0}
-# Host time to queue a kernel of a checkpointed block, relative to others: hooks on tensors, a mode on operations.
+# Host time to queue a kernel of a checkpointed block, relative to others: it has saved-tensor hooks and dispatch modes.
 HOST_OF_CHECKPOINTING = {"none": 1.0, "full": 1.5, "selective": 2.6}
-# A loss in chunks adds each chunk's part to the gradient of the weight: read and written, in fp32 and in 16 bits.
+# Each chunk of a loss adds to the weight's gradient. Bytes read and written per element: in fp32, or in 16 bits.
 LOSS_GRAD_BYTES = {"chunked": 8, "fused": 4, "plain": 0}
-# A norm casts every gradient to fp64 and reads that (20 bytes for 4), and clipping reads and writes the gradient.
-# Offloaded gradients are clipped by the host.
+# Memory traffic of norm and clipping, relative to a gradient in fp32. The norm reads 4 bytes, writes 8 (a copy in fp64)
+# and reads 8: 5 passes. Clipping reads and writes the gradient: 2 more. Offloaded gradients are clipped by the host.
 NORM_PASSES = 7
 NORM_PASSES_OF_LEAVING = 5
 
 
 @dataclass(frozen=True, slots=True)
 class UnitSeconds:
-    """Seconds of a unit: its forward and backward for one micro-batch and the kernels that the host queues for them,
-    its part of the norm and its update, and the cast before its gather. `norm_of_leaving`: the norm of offloaded
-    gradients, which is computed during the backward."""
+    """Seconds of a unit: forward and backward of one micro-batch, its part of the gradients' norm, its update, and the
+    cast before its gather. `norm_of_leaving`: the norm of gradients that go to the host, computed during the backward.
+    `*_kernels`: numbers of kernels that the host queues, in units of an ordinary one's host time."""
 
     forward: float = 0.0
     backward: float = 0.0
@@ -47,7 +47,7 @@ class UnitSeconds:
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """Rates that a GPU reaches; `efficiency` has the other constants."""
+    """Rates that a GPU reaches: FLOP/s of products and attention, bytes per second of memory."""
 
     products: float
     attention: float
@@ -56,7 +56,7 @@ class Speed:
 
 
 def speed_of(gpu: Gpu, efficiency: Efficiency, training: Training, head_dim: int = 128) -> Speed:
-    """Compute the rates of a GPU. Attention is never faster than products; in 32 bits there is no such kernel."""
+    """Compute the rates of a GPU. Attention is never faster than products: in fp32 it has no fast kernel."""
     products = (gpu.fp32_flops if training.formats.products == FP32 else gpu.flops) * efficiency.products
     share = efficiency.attention * training.seq / (training.seq + efficiency.ramp)
     attention = gpu.flops * share * (1.0 if head_dim > 64 else efficiency.narrow)
@@ -113,7 +113,7 @@ def work_seconds(work: Work, speed: Speed, training: Training) -> UnitSeconds:
             forward, backward_s(work, speed, times), forward_kernels=num_kernels, backward_kernels=times * num_kernels
         )
     num_kernels *= 1.0 if training.compile else HOST_OF_CHECKPOINTING[training.checkpointing]
-    # All elementwise operations are recomputed, also where the results of products are saved.
+    # All elementwise operations are recomputed, even if the results of products are saved.
     moved = (work.moved_bytes / speed.memory + work.num_kernels * speed.efficiency.gap_s) if work.recomputed else 0.0
     return UnitSeconds(
         forward,
@@ -148,5 +148,5 @@ def backward_s(work: Work, speed: Speed, moved: float = MOVED_BACKWARD) -> float
 
 
 def _cost(m: int, n: int, k: int, efficiency: Efficiency) -> float:
-    """FLOP of a product, including the waste of its pipelines and its last wave."""
+    """FLOP of a product, and the time that its pipelines and its last wave waste, as FLOP (see `Efficiency`)."""
     return 2.0 * (k + efficiency.prologue) * (m * n + efficiency.tail)

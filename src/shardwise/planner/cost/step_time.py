@@ -6,9 +6,9 @@ gradients of their unit (with clipping: of all units). The host updates one unit
 have arrived, the one that the next forward needs first. The host launches all kernels in order, and a kernel cannot run
 before its launch. Two steps are simulated; the second is reported, because it starts like one in the middle of a run.
 
-Every transfer is an operation. It waits in a queue (a communicator, one direction of the bus, the host, the disk) and
-for the operation before it in its chain. Then it occupies one or more wires. A wire is modelled by the time at which it
-is free again, as on the emulated fabric (`bench/fabric.py`). The bus has a wire for each direction and one for both. An
+Every transfer is an operation. It waits for its queue (a communicator, one direction of PCIe, the host, the disk) and
+for the previous operation of its chain. Then it occupies one or more wires. A wire is modelled by the time at which it
+is free again, as in the emulated network (`bench/fabric.py`). PCIe has a wire for each direction and one for both. An
 update of state on disk is one operation on host and disk, since the engine reads, updates and writes in a pipeline.
 """
 
@@ -26,13 +26,12 @@ from .compute import UnitSeconds
 from .peak import NUM_ON_DEVICE
 
 Queue = tuple[str, str]  # a lane, and the name of one of its queues
-# Pairs (wire, seconds that it is occupied), and the latency that follows.
-Cost = tuple[tuple[tuple[str, float], ...], float]
+Cost = tuple[tuple[tuple[str, float], ...], float]  # pairs (wire, seconds that it is occupied); the latency after them
 
 COLLECTIVES = ("gather", "reduce")
 COPY, DISK, HOST = "copy", "disk", "host"
 _LANES = {"to_device": COPY, "to_host": COPY, "read": DISK, "write": DISK}
-# Total bandwidth of both directions of the bus, relative to one direction: 54 and 38 GB/s, measured on an H200.
+# Bandwidth of PCIe in both directions together, relative to one direction: 54 and 38 GB/s, measured on an H200.
 BOTH_WAYS = 1.4
 
 
@@ -80,7 +79,7 @@ class Lanes:
         return after
 
     def _cost_of(self, call: Call) -> Cost:
-        """Return the cost of a collective. `cluster.switch`: a link that speeds up all-reduces in a node."""
+        """Return the cost of a collective. `cluster.switch`: the link of all-reduces in a node, if the switch sums."""
         fabric, world = self._cluster.fabric, self._cluster.world_size
         ranks = range(0, world, max(1, world // call.num_ranks)) if call.axis == "replicate" else range(call.num_ranks)
         num_hops = ranks[-1] // fabric.node_size
@@ -196,7 +195,7 @@ class Lanes:
         return now_s + left_s
 
 
-# Queues in which the device encodes and decodes: one for gathers, one each for start and end of reductions.
+# Queues in which the device encodes and decodes. Gathers have one for both; reductions have one for each.
 _CODING = {"gather": ("coding", "coding"), "reduce": ("start", "finish")}
 
 
@@ -212,7 +211,7 @@ class StepSimulator(Lanes):
         leaving = [unit for unit in schedule.units if any(f.host_updates and not f.grads_on_host for f in unit.flats)]
         self._has_leaving_grads = {unit.name for unit in leaving}
         self._position_of = {schedule.units[unit].name: position for position, unit in enumerate(schedule.order)}
-        self._compute_s = self._host_s = self._extra_s = 0.0  # end of computation, end of host work, added delay
+        self._compute_s = self._host_s = self._extra_s = 0.0  # end of computation, end of launches, delay to add
         self._host_updates: dict[str, Op] = {}
         self._host_updates_end_s = 0.0
 
@@ -227,7 +226,7 @@ class StepSimulator(Lanes):
         self._arrivals: dict[str, Op | None] = {}
         self._slots: deque[Op | None] = deque([None] * NUM_REDUCTIONS, NUM_REDUCTIONS)
         self._leaving_grads: deque[Op | None] = deque([None] * NUM_LEAVING, NUM_LEAVING)
-        # Copies of activations to the host (of the last units in `_offloads`) and back.
+        # Copies of activations, by verb and unit: "stow" (to the host; the last ones are in `_offloads`) and "fetch".
         self._copies: dict[tuple[str, str], Op] = {}
         self._offloads: deque[Op | None] = deque([None] * NUM_ON_DEVICE, NUM_ON_DEVICE)
         last_forward = max(index for index, event in enumerate(events) if event.verb == "forward")
@@ -268,7 +267,7 @@ class StepSimulator(Lanes):
                 last = self.start_move(name, move, ready_s, last, "gather")
 
     def _start_collectives(self, event: Event, ready_s: float, last: Op | None) -> Op | None:
-        """Encode, send and decode, which delays the computation by the duration of both codings."""
+        """Queue encoding, collectives and decoding. The computation is delayed by the time of encoding and decoding."""
         lane, name, (before, after) = event.verb, f"{event.verb} {event.unit}", _CODING[event.verb]
         self._extra_s += self.coding_s(event.encode_bytes + event.decode_bytes)
         last = self.start_coding((lane, before), name, event.encode_bytes, ready_s, last)
@@ -283,11 +282,11 @@ class StepSimulator(Lanes):
             ready_s = end_of(self._offloads[0])
         else:
             work_s, num_kernels = unit.backward, unit.backward_kernels
-            # The activations are fetched, and there is memory for the gradients.
+            # Wait until the activations are fetched and there is memory for the gradients.
             slot_s = end_of(self._slots[0]) if name in self._has_slot else 0.0
             copied_s = end_of(self._leaving_grads[0]) if name in self._has_leaving_grads else 0.0
             ready_s = max(slot_s, copied_s, end_of(self._copies.get(("fetch", name))))
-        # The host launches the unit only after it has updated the weights.
+        # If the host updates the weights of the unit, it launches the unit after that.
         self._host_s = max(self._host_s, end_of(self._host_updates.pop(name, None)))
         begin_s = max(self._compute_s, self._host_s, ready_s, end_of(self._gathers.pop(name, None)))
         self._host_s += num_kernels * self.overheads.launch_s
@@ -319,8 +318,8 @@ class StepSimulator(Lanes):
         self._reductions[event.unit], self._arrivals[event.unit] = reduced, last
 
     def _exchange(self, event: Event) -> None:
-        """Exchange small values between ranks. Nothing waits for the flags of used parameters. The norm waits for all
-        gradients, and all updates wait for the norm."""
+        """Exchange small values between ranks: "agree" (which parameters were used), for which nothing waits, and the
+        norm, which waits for all gradients. All updates wait for the norm."""
         if event.verb != "norm":
             self.start_calls("reduce", event.verb, event.calls, self._compute_s, None)
             return
@@ -364,7 +363,7 @@ class StepSimulator(Lanes):
 @dataclass(frozen=True, slots=True)
 class Timing:
     """Predicted time of a step. `compute_s`: forwards and backwards without waits; `update_s`: updates on the device.
-    The rest are waits for wires and host, and slowdown by collectives. `busy_s`: seconds by wire."""
+    The rest of `step_s` is waits for wires and host, and slowdown by collectives. `busy_s`: seconds by wire."""
 
     step_s: float
     compute_s: float
@@ -373,7 +372,8 @@ class Timing:
     spans: tuple[Span, ...]
 
     def continued(self, fewer: "Timing", num: int) -> "Timing":
-        """Add `num` micro-batches without spans. `fewer` has one less than this: the difference is the cost of each."""
+        """Return the timing with `num` more micro-batches (`spans` stay as they are). `fewer` is the timing with one
+        micro-batch less than this one: the difference is the cost of a micro-batch."""
         return replace(
             self,
             step_s=self.step_s + num * (self.step_s - fewer.step_s),
