@@ -1,9 +1,9 @@
 """Memory of one rank at this moment, in bytes by class: measured on the tensors themselves, and predicted.
 
-Every storage is counted once: views, ties and tensors that wrap others lead to the same one. Some memory is released
-for a time: that of gradients on a GPU by `zero_grad`, and that of units gathered until the backward. The tensors stay,
-so their largest size is known at any time. All else that the GPU's allocator has allocated counts as activations. A
-CPU's allocator does not report its memory: there only the memory of the whole process is known.
+Each storage is counted once, also if views, tied weights or wrapper tensors share it. Some tensors release their memory
+for a time: gradients on a GPU after `zero_grad`, and the memory of units that stay gathered until their backward. The
+tensor objects stay, so their largest size is always known. All other memory of the GPU's allocator counts as
+activations. On a CPU there are no such numbers: only the memory of the whole process is known.
 """
 
 import resource
@@ -28,9 +28,9 @@ from ..core.unit.state import OnDisk
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """`params` are copies that stay between steps, in the compute dtype or encoded. `grads` are gradients and their
-    encoding errors. `optimizer` is masters and moments. `buffers` are gather slots, reduction slots, buffers of
-    modules, and counters.
+    """Bytes of one rank. `params` are copies of weights that stay between steps, in the compute dtype or encoded.
+    `grads` are gradients, and encoding errors that are saved for feedback. `optimizer` is masters and moments.
+    `buffers` are gather slots, reduction slots, buffers of modules, and counters.
 
     `now` and `peak` are all that is allocated on a GPU, or the resident memory of the process on a CPU.
     """
@@ -39,16 +39,16 @@ class Memory:
     grads: int
     optimizer: int
     buffers: int
-    activations: int | None  # all else that is allocated, libraries' workspaces too; None on a CPU
+    activations: int | None  # all other allocated memory, also workspaces of libraries; None on a CPU
     peak_grads: int
     peak_buffers: int
     peak_activations: int | None  # `peak` minus the peaks of the other classes
     now: int
     peak: int
     reserved: int | None  # memory that a GPU's allocator has taken from the driver
-    host: int  # the used part of the arena, and moments that an optimizer has on the host outside it
+    host: int  # the used part of the pinned arena, and moments that an optimizer has outside it
     disk: int
-    planned: StateBytes  # equal to `seen` after the first step, except that padding has no moments
+    planned: StateBytes  # equal to `seen` after the first step, except that it also counts moments of padding
     planned_buffers: int
     planned_host: int
     planned_disk: int
@@ -64,7 +64,7 @@ class Memory:
         return parts if self.activations is None else {**parts, "activations": self.activations}
 
     def highest(self, other: "Memory") -> "Memory":
-        """The larger of two, class by class; the planned values are those of `self`."""
+        """Return the larger value of every field; planned values are those of `self`."""
         larger: dict[str, Any] = {}
         for name in [entry.name for entry in fields(self) if not entry.name.startswith("planned")]:
             mine, theirs = getattr(self, name), getattr(other, name)
@@ -73,14 +73,14 @@ class Memory:
 
 
 def memory(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Memory:
-    """Count the memory of a sharded model on this rank, and of its optimizer if given. Nothing waits for the GPU."""
+    """Count the memory of a sharded model on this rank, and of its optimizer if given. It does not wait for the GPU."""
     engine = engine_of(model)
     if optimizer is not None and not isinstance(optimizer, ShardedOptimizer):
         raise StateError(
             f"sw.memory was given the {type(optimizer).__name__} that sw.shard was given: give it the optimizer that "
             "sw.shard returned"
         )
-    # Only the storage of stand-ins for state on disk is read, which needs no check.
+    # Stand-ins for state on disk refuse operations. Here only their attributes are read, so the check is off.
     with torch._C.DisableTorchFunctionSubclass():
         return _count(engine, model, optimizer)
 
@@ -94,27 +94,27 @@ def _count(engine: Engine, model: nn.Module, optimizer: ShardedOptimizer | None)
     gathered, reduced = engine.gathers.memory, engine.reductions.memory
     own = list(gathered.own.values())
     slots = [memory for memory in (*reduced.slots, reduced.scratch_memory) if memory is not None]
-    # Lists: updates on the host may add to them meanwhile.
+    # Copied into lists: updates on the host may add entries at the same time.
     inner = None if optimizer is None else optimizer.inner
     entries = [] if inner is None else [(param, list(state.items())) for param, state in list(inner.state.items())]
     tensors = [(param, key, value) for param, state in entries for key, value in state if isinstance(value, Tensor)]
     moments = [value for param, key, value in tensors if value.shape == param.shape and key != "step"]
-    # Compute copies that are never dropped. They lie in memory that their units share, and are params; only the gaps
-    # between them are buffers.
+    # Whole copies in the compute dtype that are never dropped. They count as params. They lie in the memory of their
+    # units, of which only the gaps between the copies count as buffers.
     undropped = [flat for flat in flats if flat.depth_of_params == 0 and not flat.master_is_whole]
     whole = sum(flat.num_elems * flat.compute.itemsize for flat in undropped)
-    # Copies between master and whole, and masters that are the parameters themselves.
+    # Copies at rest, and masters that are the parameters themselves: in the compute dtype, or frozen.
     params = whole + count(each.rest for each in states if each.rest is not None and each.flat.rest_on == "device")
     params += count(each.master for each in states if each.flat.master == each.flat.compute or not each.flat.trainable)
     grads = count(gradients) + count(lost for state in states for lost in state.carrier.lost.values())
     masters_and_moments = count(state.master for state in states) + count(moments)
     registered = count(model.buffers())
     buffers = registered + count([*gathered.slots, *gathered.row_slots, *own, *slots]) - whole
-    # Counters, flags, and the single numbers that the user's parameters are views of.
+    # Counters, flags, and `blank`: one element per flat, of which the user's parameters are expanded views.
     numbers = [value for value in (engine.reductions.all_used, engine.scale.loss_scale) if value is not None]
     buffers += count([*(value for _, _, value in tensors), *(state.blank for state in states), *numbers])
     peak_grads, peak_buffers = grads + _released(gradients), buffers + _released([*own, *slots])
-    # Memory of units' own counts while all of it is there, the scratch in runs with several micro-batches.
+    # Units' own memory counts as if none were released. The scratch exists only with several micro-batches.
     planned_buffers = registered - whole + sum(schedule.slot_bytes) + NUM_ROW_SLOTS * schedule.row_slot_bytes
     planned_buffers += sum(status.plan.gathered_bytes for status in engine.statuses if status.slot is None)
     planned_buffers += NUM_REDUCTIONS * schedule.reduction_slot_bytes
@@ -123,7 +123,7 @@ def _count(engine: Engine, model: nn.Module, optimizer: ShardedOptimizer | None)
     held = params + masters_and_moments
     outside_arena = 0
     if inner is not None and not host.row_names:
-        # Moments that an optimizer of another package keeps for masters on the host.
+        # An optimizer of another package keeps its own moments for masters on the host.
         offloaded = {param for state in states if state.flat.host_updates for param in state.resting_params}
         on_host = (value for param in offloaded for value in inner.state.get(param, {}).values())
         outside_arena = _counter("cpu", host.arena.owns)(on_host)
@@ -150,7 +150,7 @@ def _count(engine: Engine, model: nn.Module, optimizer: ShardedOptimizer | None)
 
 def _counter(device_type: str, is_on_host: Callable[[Tensor], bool]) -> Callable[[Iterable[Any]], int]:
     """Make a function that counts the bytes of storages on one device, each storage once. State that is offloaded to
-    the host or to disk is not counted, also if the device is a CPU."""
+    the host or to disk is not counted, even if the device is a CPU."""
     counted: set[int] = set()
 
     def count(tensors: Iterable[Any]) -> int:
@@ -169,12 +169,12 @@ def _counter(device_type: str, is_on_host: Callable[[Tensor], bool]) -> Callable
 
 
 def _released(tensors: list[Tensor]) -> int:
-    """Bytes that tensors with a storage of their own have released."""
+    """Return the bytes that tensors have released. Each has a storage of its own."""
     return sum(tensor.nbytes - tensor.untyped_storage().nbytes() for tensor in tensors)
 
 
 def _in_use(device: torch.device) -> tuple[int, int, int | None]:
-    """Now, at the peak, and reserved: on the device, or by the process."""
+    """Return the bytes in use now, at the peak, and reserved: of the GPU, or of the process on a CPU."""
     if device.type == "cuda":
         now, peak = torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device)
         return now, peak, torch.cuda.memory_reserved(device)

@@ -5,7 +5,7 @@
     accelerator = Accelerator(strategy="zero3", gradient_accumulation_steps=2)
 
 A script changes its import, and nothing else. `prepare` shards a model and its optimizer, which must be passed in one
-call; they stay the objects that Accelerate expects, so data loaders, schedulers, metrics and trackers are Accelerate's.
+call. Both keep the types that Accelerate expects, so its data loaders, schedulers, metrics and trackers work with them.
 There is no autocast: mixed_precision becomes the `precision` of `sw.shard`.
 """
 
@@ -37,7 +37,7 @@ from .prepare import WORDS, refuse_unknown, shard_for_script
 
 
 class PreparedOptimizer(AcceleratedOptimizer):  # type: ignore[misc]  # Accelerate has no annotations
-    """Steps when Accelerate synchronises gradients, and reports skipped steps."""
+    """Accelerate's wrapper around a sharded optimizer. It also tells Accelerate which steps were skipped."""
 
     def step(self, closure: Any = None) -> None:
         before = self.optimizer.num_skipped_steps
@@ -101,7 +101,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # Accelerate h
         sharded = shard_for_script(model, optimizer, self._words, self.state.mixed_precision)
         precision = engine_of(model).precision
         if precision.products != precision.master:
-            # As in Accelerate with autocast, so that losses are not computed in 16 bits.
+            # Outputs become fp32, as in Accelerate with autocast, so that losses are not computed in 16 bits.
             model.register_forward_hook(lambda module, args, output: convert_to_fp32(output))
         vars(model)["_is_accelerate_prepared"] = True
         if sharded is None:
@@ -134,7 +134,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # Accelerate h
         self._optimizer_of("clip_grad_value_", parameters).clip_grad_value(clip_value)
 
     def _optimizer_of(self, verb: str, parameters: Tensor | Iterable[Tensor]) -> ShardedOptimizer:
-        """The optimizer of the model with exactly these parameters."""
+        """Return the optimizer of the model whose trainable parameters are exactly these."""
         given = {parameters} if isinstance(parameters, Tensor) else set(parameters)
         if not self.sync_gradients:
             raise StateError(f"{verb} before the last micro-batch: write `if accelerator.sync_gradients:` above it")
@@ -152,7 +152,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # Accelerate h
     # the state
 
     def _sharded(self) -> list[tuple[nn.Module, ShardedOptimizer | None]]:
-        """Sharded models, each with its optimizer."""
+        """Return the sharded models, each with its optimizer or None."""
         optimizers = [prepared.optimizer for prepared in self._optimizers]
         return [
             (model, next((optimizer for optimizer in optimizers if optimizer.belongs_to(engine)), None))
@@ -161,13 +161,13 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # Accelerate h
         ]
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
-        """Whole tensors on the host of the first rank. Every rank must call it; the others get an empty dict."""
+        """Return whole tensors in host memory, on rank 0 only. Every rank must call it; others get an empty dict."""
         if find_engine(model) is None:
             return super().get_state_dict(model, unwrap)
         return full_state_dict(model, rank0_only=True)
 
     def save_state(self, output_dir: str | None = None, safe_serialization: bool = True, **options: Any) -> Any:
-        """Write Accelerate's folder, with a checkpoint of each sharded model, which any strategy and world can load."""
+        """Write Accelerate's folder, with a checkpoint of each sharded model, which any layout can load."""
         with self._without_sharded() as sharded:
             place = super().save_state(output_dir, safe_serialization, **options)
         for number, (model, optimizer) in enumerate(sharded):
@@ -175,7 +175,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # Accelerate h
         return place
 
     def load_state(self, input_dir: str | None = None, load_kwargs: Any = None, **options: Any) -> None:
-        """Load a folder written by `save_state`, or one of Accelerate itself with one model and optimizer."""
+        """Load a folder written by `save_state`, or by Accelerate itself with one model and one optimizer."""
         places: list[str] = []
         hook = self.register_load_state_pre_hook(lambda models, place: places.append(place))
         try:

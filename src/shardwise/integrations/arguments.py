@@ -18,7 +18,7 @@ from ..base.errors import ConfigurationError
 # Accelerate's names for one process, and for processes with one device each.
 _KINDS = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
 
-_CONDITIONS: dict[str, Callable[[Any], bool]] = {
+_CONDITIONS: dict[str, Callable[[Any], bool]] = {  # when an argument is refused; default: if it is true
     "n_gpu": lambda value: value > 1,
     "gradient_checkpointing_kwargs": lambda value: bool((value or {}).get("use_reentrant")),
     "optim": lambda value: str(getattr(value, "value", value)).endswith("lomo"),
@@ -28,13 +28,13 @@ OF_DDP = ("ddp_find_unused_parameters", "ddp_bucket_cap_mb", "ddp_broadcast_buff
 
 @cache
 def _reasons(section: str) -> dict[str, str]:
-    """A section of arguments.yaml."""
+    """Return a section of arguments.yaml: from the name of an option to its replacement, or to the reason."""
     text = resources.files(__package__).joinpath("arguments.yaml").read_text(encoding="utf-8")
     return dict(yaml_tree(text, "arguments.yaml", 3)[section])
 
 
 def refuse_keywords(keywords: dict[str, Any]) -> None:
-    """Check the keywords of an Accelerator."""
+    """Refuse keywords of an Accelerator that are not supported."""
     for name, instead in _reasons("other_engines").items():
         if keywords.get(name) is not None:
             raise ConfigurationError(f"Accelerator({name}=...) chooses another engine: write {instead}")
@@ -53,7 +53,7 @@ def refuse_keywords(keywords: dict[str, Any]) -> None:
 
 
 def refuse_surroundings(kind: DistributedType, dynamo: Any) -> None:
-    """Check the state set by `accelerate launch` or an earlier Accelerator."""
+    """Refuse what `accelerate launch` or an earlier Accelerator has set up, if it is not supported."""
     if kind not in _KINDS:
         fix = "start with torchrun, or with distributed_type MULTI_GPU in the configuration"
         instead = "strategy=... or **sw.from_accelerate(FILE).words"
@@ -65,7 +65,7 @@ def refuse_surroundings(kind: DistributedType, dynamo: Any) -> None:
 
 
 def refuse_arguments(args: Any) -> None:
-    """Check the arguments of a Trainer."""
+    """Refuse arguments of a Trainer that are not supported."""
     for name, reason in _reasons("refused").items():
         value = getattr(args, name, None)
         if value is not None and _CONDITIONS.get(name, bool)(value):

@@ -1,9 +1,9 @@
 """An account of every key of another library's configuration.
 
-A reader asks a `Block` (the document, or a mapping in it) for values by key and type, and says what each becomes. At
-the end `Block.entries` has one entry for every key that was written: used, ignored for a reason, or refused for a
-reason. A value of the wrong type and an unknown key are refused; nothing is dropped. After a refusal the reader
-continues with the default, so that all errors are reported at once.
+A reader (a function for the files of one library, such as `read_hugging_face`) asks a `Block` for values by key and
+type, and records what each key becomes. At the end `Block.entries` returns one entry for every key of the file: used,
+or ignored or refused with a reason. Wrong types and unknown keys are refused; no key is dropped silently. After a
+refusal the reader continues with the default, so that all errors are reported at once.
 """
 
 import math
@@ -21,7 +21,7 @@ T = TypeVar("T")
 D = TypeVar("D")
 
 AUTO = "auto"
-# Beginnings of keys that stand for comments where a format has none; no library has such a key.
+# Prefixes of keys that people use for comments, which JSON does not have. No library has such a key.
 COMMENTS = ("_", "comment", "//", "#", "$schema")
 TRUE, FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
 MAX_DEPTH = 12
@@ -32,19 +32,19 @@ MAX_SUGGESTED = 12  # keys that are listed for an unknown one
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One key: what it becomes, or why it becomes nothing."""
+    """The result for one key: the setting that it becomes, or the reason why it becomes none."""
 
-    key: str  # with its blocks: zero_optimization.stage
+    key: str  # the path from the top: zero_optimization.stage
     value: str  # as written
     fate: Fate
     text: str  # what it becomes, or why not
 
 
 class Block:
-    """A document, which is called `source` in messages, or a mapping in it, at `path`.
+    """A document (a configuration file; messages call it `source`), or a mapping in it, at `path`.
 
-    The blocks of a document share their entries, and the settings of the trainer that they become. A block knows which
-    of its keys a reader has asked for.
+    All blocks of a document share their entries and `settings`, the settings of our trainer that the keys become. A
+    block remembers which keys a reader has asked for: only those are known.
     """
 
     def __init__(
@@ -63,12 +63,12 @@ class Block:
     # Values
 
     def has(self, key: str) -> bool:
-        """Return True if the key has a value; null is none."""
+        """Return True if the key has a value other than null. From now on the key is known."""
         self._known.add(key)
         return self.values.get(key) is not None
 
     def first_of(self, *keys: str, default: str = "") -> str:
-        """The first of the keys that is written, else `default`, else the first. A second one is refused."""
+        """Return the first key that is written; without one, `default` or the first key. Further ones are refused."""
         written = [key for key in keys if self.has(key)]
         for key in written[1:]:
             self.refused(key, f"{written[0]} is written, too; leave one of them")
@@ -82,7 +82,7 @@ class Block:
         return True
 
     def inner(self, key: str) -> "Block":
-        """The mapping under a key; empty if there is none."""
+        """Return the mapping under a key, as a block; empty if there is none."""
         value = self.values[key] if self.has(key) else {}
         if not isinstance(value, dict):
             self.refused(key, "it is not a mapping of keys to values")
@@ -90,10 +90,10 @@ class Block:
         return self._blocks.get(self.path_of(key)) or Block(value, self.source, self.path_of(key), self)
 
     def inner_file(self, key: str, folder: Path) -> "Block":
-        """The file that a key names; its entries stand under the key. An unreadable file is refused, and empty.
+        """Return the file that a key names, as a block under the key. If it cannot be read, the key is refused.
 
-        The working directory comes first, as in Accelerate, the Trainer, LLaMA-Factory and Axolotl; then `folder`,
-        which has the file that names it.
+        It is looked for in the working directory, as in Accelerate, the Trainer, LLaMA-Factory and Axolotl, and then in
+        `folder`, the folder of the file that names it.
         """
         name, tree = self.text(key), {}
         if not name:
@@ -112,7 +112,7 @@ class Block:
         return Block(tree, self.source, self.path_of(key), self)
 
     def read(self, key: str, convert: Callable[[Tree], T], default: D) -> T | D:
-        """The converted value; the default without one, or if `convert` raises ValueError, which refuses the key."""
+        """Return the converted value, or the default without one. A ValueError of `convert` refuses the key."""
         if not self.has(key):
             return default
         try:
@@ -142,7 +142,7 @@ class Block:
     # Entries
 
     def settle(self, keys: str | Iterable[str], fate: Fate, text: str) -> None:
-        """Record what becomes of the keys that are written. The last call counts, except that a refusal stays."""
+        """Record the result for those of the keys that are written. The last call counts, but a refusal stays."""
         for key in [keys] if isinstance(keys, str) else keys:
             if self.has(key):
                 self._record(key, fate, text)
@@ -160,13 +160,13 @@ class Block:
         self.settle(keys, "used" if is_used else "ignored", becomes if is_used else why_not)
 
     def sets(self, keys: str | Iterable[str], note: str = "", /, **settings: Any) -> None:
-        """Set these settings of the trainer, whether the keys are written or not, and record that they become them."""
+        """Set settings of our trainer, also if no key is written. Record that written keys become these settings."""
         self.settings.update(settings)
         texts = {name: f"{value:g}" if isinstance(value, float) else value for name, value in settings.items()}
         self.used(keys, " and ".join(f"{name} {text}" for name, text in texts.items()) + note)
 
     def settle_rest(self, fate: Fate, text: str) -> None:
-        """Settle every key of this block that has no entry yet."""
+        """Record a result for every key of this block that has no entry yet."""
         for key in self.values:
             self._known.add(key)
             if self.path_of(key) not in self._entries:
@@ -180,7 +180,7 @@ class Block:
     def entries(self) -> tuple[Entry, ...]:
         """One entry per key, in the order of the document. Keys that no reader asked for are refused."""
         blocks = list(self._blocks.values())
-        places: dict[str, list[str]] = {}  # of known keys: an entry of a key in the wrong block names the right one
+        places: dict[str, list[str]] = {}  # the paths of known keys, to name the right block if a key is in a wrong one
         for block in blocks:
             for key in block._known:
                 places.setdefault(key, []).append(block.path_of(key))
@@ -197,7 +197,7 @@ class Block:
                 else:
                     block._record(key, "refused", f"unknown key; {_suggestion(key, block._known, places.get(key, []))}")
         refused = next((entry.key for entry in self._entries.values() if entry.fate == "refused"), None)
-        for block, key in undecided:  # it was read; a refused key may have ended the reading of the file
+        for block, key in undecided:  # read, but without an entry: a refused key may have ended the reading
             if refused is None:
                 block._record(key, "refused", "it has no effect here; leave it out")
             else:
@@ -241,7 +241,7 @@ def as_text(value: Tree) -> str:
 
 
 def as_word(value: Tree, choices: Iterable[str]) -> str:
-    """One of the choices, written in any capitals."""
+    """Return one of the choices. Upper and lower case are the same."""
     text, known = _scalar(value), {choice.lower(): choice for choice in choices}
     if text.lower() not in known:
         raise ValueError(f"it is unknown; {did_you_mean(text, known.values())}")
@@ -256,7 +256,7 @@ def as_flag(value: Tree) -> bool:
 
 
 def as_number(value: Tree, least: float = -math.inf, most: float = math.inf, is_whole: bool = False) -> float:
-    """A finite number. A whole one may be written as 5e8, too."""
+    """Return a finite number. A whole number may be written as 5e8, too."""
     text = _scalar(value)
     try:
         number = float(text)
@@ -282,12 +282,12 @@ def as_texts(value: Tree) -> Sequence[str]:
 
 
 def name_of(key: str) -> str:
-    """A key as part of a path: printable, and quoted if it is empty or has a dot."""
+    """Return a key as part of a path: printable, and quoted if it is empty or has a dot or a quote."""
     return key if key and not set(key) & set(".'") and key.isprintable() else ascii(key)
 
 
 def mapping_in(path: Path) -> dict[str, Tree]:
-    """The content of a configuration file."""
+    """Return the keys and values of a configuration file, YAML or JSON."""
     if not path.exists():
         raise ConfigurationError(f"{path}: no such file")
     text, where = read_text(path), f"file {path}"

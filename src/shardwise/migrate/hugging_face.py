@@ -1,10 +1,10 @@
 """Hugging Face's TrainingArguments in a file, and the files of TRL, LLaMA-Factory and Axolotl, which use its names.
 
-`deepspeed` (a file or its keys) shards, else `fsdp` with `fsdp_config` (its keys, or a file of them), else nothing
-does. A file may also be such an `fsdp_config` alone.
+`deepspeed` (a file, or its keys) decides the sharding; without it, `fsdp` with `fsdp_config` (a file, or its keys);
+without both, nothing is sharded. A file may also be such an `fsdp_config` alone.
 
-Where a file has training keys, what it leaves out is what Hugging Face's Trainer does. TRL and LLaMA-Factory have
-other defaults, which are not assumed.
+If a file has training keys, the keys that it leaves out get the defaults of Hugging Face's Trainer. Files of TRL and
+LLaMA-Factory get the same ones, although these programs have others.
 """
 
 from dataclasses import replace
@@ -17,7 +17,7 @@ from .fsdp import ON_HOST, Fsdp, known_keys, read_fsdp, read_groups, set_strateg
 from .migrated import Change, Original
 from .tables import apply_rules, read_setting, rules, table
 
-# The Trainer's defaults, where ours are others.
+# Defaults of Hugging Face's Trainer, where those of shardwise's trainer differ.
 DEFAULTS: dict[str, Any] = {
     "per_device_train_batch_size": 8,
     "gradient_accumulation_steps": 1,
@@ -32,18 +32,18 @@ DEFAULTS: dict[str, Any] = {
 EPOCHS = 3.0
 # A file with one of these says how to train, and not only how to shard.
 TRAINING_KEYS = ("output_dir", "learning_rate", "max_steps", "num_train_epochs", "num_epochs")
-# The data of a model has to be named by the user: the trainer's own default would train on something else.
+# A placeholder: the user has to name the data. Our default for `train_file` would train on something else.
 YOUR_DATA = "YOUR-DATA.jsonl"
 REPORTERS = ("tensorboard", "wandb")
 DTYPES = ("torch_dtype", "dtype")
-# Axolotl's name of the model. It loads weights in bf16 where bf16 is on, and its fsdp_config needs no `fsdp: true`.
+# The model's key in Axolotl's files. Axolotl loads weights in bf16 if bf16 is on; fsdp_config needs no `fsdp: true`.
 AXOLOTL = "base_model"
 # The dtype of loaded weights: `auto` is the checkpoint's, `pure` bf16 without fp32 masters.
 Loaded = Literal["fp32", "bf16", "auto", "pure"]
 
 
 def read_hugging_face(top: Block, folder: Path) -> Original:
-    """Read the document's settings; return what the Trainer would run."""
+    """Read all keys of the file into `top.settings`. Return the engine that the Trainer would use."""
     fixed = {**rules("hugging_face", "trainer"), **rules("hugging_face", "programs")}
     names = table("hugging_face")["settings"]
     others = {*fixed, *(key for keys in names.values() for key in keys), "fsdp", "fsdp_config", "deepspeed"}
@@ -83,11 +83,11 @@ def _lower(top: Block, key: str) -> str:
     return str(top.values[key]).lower() if top.has(key) else ""
 
 
-# What shards
+# Sharding, by fsdp or by deepspeed
 
 
 def _fsdp(top: Block, folder: Path) -> Fsdp | None:
-    """`fsdp` is true, false, or words: a strategy's name, auto_wrap, offload."""
+    """Read `fsdp` (true, false, or words: the name of a strategy, auto_wrap, offload) and `fsdp_config`."""
     words = _words(top)
     block = _inner(top, "fsdp_config", folder)
     is_on = bool(words) or (not top.has("fsdp") and top.has(AXOLOTL) and bool(block.values))
@@ -130,7 +130,7 @@ def _inner(top: Block, key: str, folder: Path) -> Block:
 
 
 def _groups(top: Block) -> Block | None:
-    """The block with groups of ranks, which are at the top in Axolotl's files; None without them."""
+    """Return the block that has the sizes of groups of ranks: Axolotl writes them at the top. None without them."""
     return top if any(top.has(key) for key in ("dp_shard_size", "dp_replicate_size")) else None
 
 
@@ -168,10 +168,10 @@ def _deepspeed(top: Block, folder: Path, word: str, loaded: Loaded) -> Original:
 
 
 def _dtypes(top: Block) -> tuple[str, Loaded]:
-    """Accelerate's word for the precision, and the dtype of loaded weights."""
+    """Return mixed precision in Accelerate's words (no, bf16 or fp16), and the dtype of loaded weights."""
     enabled = []
     for key in ("bf16", "fp16"):
-        # Axolotl: `auto` is bf16 where a GPU can, and `full` bf16 without fp32 masters.
+        # Axolotl: `auto` is bf16 if the GPU supports it, and `full` is bf16 without fp32 masters.
         is_word = key == "bf16" and _lower(top, key) in ("auto", "full")
         is_on = is_word or top.flag(key)
         pure = "pure-" if is_word and _lower(top, key) == "full" else ""
@@ -197,8 +197,8 @@ def _dtypes(top: Block) -> tuple[str, Loaded]:
 
 
 def _precision(top: Block, word: str, loaded: Loaded, is_sharded: bool) -> str:
-    """Our precision. Weights that are loaded in bf16 have fp32 masters where FSDP makes them, which it does for mixed
-    precision, and adapters where PEFT does; DDP trains weights as they are."""
+    """Return our name of the precision. If weights are loaded in bf16, FSDP makes fp32 masters of them for mixed
+    precision, and PEFT makes fp32 masters of adapters. DDP makes none: it trains the weights as they are."""
     makes_masters = is_sharded and word != "no" and _lower(top, "bf16") != "full"
     has_adapters = "lora" in top.settings
     keys = (*DTYPES, "pure_bf16") if loaded == "pure" else DTYPES
@@ -233,7 +233,7 @@ def _checkpointing_and_compilation(top: Block) -> None:
 
 
 def _adapters(top: Block) -> None:
-    """PEFT's arguments, under the names of three programs."""
+    """Read the arguments of PEFT, for which TRL, LLaMA-Factory and Axolotl have different keys."""
     adapter = top.text("adapter").lower()
     kind = top.word("finetuning_type", ("full", "lora", "freeze", "oft"), "full")
     if adapter not in ("", "lora", "none"):
@@ -268,7 +268,7 @@ def _adapters(top: Block) -> None:
 
 
 def _rest(top: Block) -> None:
-    """Reporting, resuming, packing and the device."""
+    """Read the keys for reporting, resuming, packing and the device."""
     settings = top.settings
     reporters = ["tensorboard"] if top.flag("use_tensorboard") else []
     top.used("use_tensorboard", f"report_to {'tensorboard' if reporters else 'decides it'}")
@@ -295,11 +295,11 @@ def _rest(top: Block) -> None:
     read_device(top, "use_cpu", "no_cuda")
 
 
-# The training: settings with a key of their own, the schedule, the optimizer, and intervals
+# The training: settings that one key decides, the schedule, the optimizer, and intervals
 
 
 def _names_and_length(top: Block) -> None:
-    """Settings with a key of their own. The length of the training is steps if they are above 0, else epochs."""
+    """Read settings that one key decides, and the length of the training: max_steps if above 0, else epochs."""
     has_training = any(top.has(key) for key in TRAINING_KEYS)
     top.settings |= DEFAULTS if has_training else {}
     for name, keys in table("hugging_face")["settings"].items():
@@ -348,7 +348,7 @@ def _schedule(top: Block) -> None:
 
 
 def _newer_key(top: Block, key: str, other: str) -> str:
-    """`key` decides; `other` is read where only that is written."""
+    """Return `other` if only that one is written, otherwise `key`."""
     if top.has(other) and not top.has(key):
         return other
     top.ignored(other, f"{key} decides it")
@@ -356,7 +356,7 @@ def _newer_key(top: Block, key: str, other: str) -> str:
 
 
 def _stable_arguments(top: Block, block: Block) -> None:
-    """Warm-up, constant, then decay, which is linear here."""
+    """Read the arguments of warmup_stable_decay. Its decay is always linear here."""
     read_setting(block, "num_decay_steps", "decay_steps")
     read_setting(block, "min_lr_ratio", "min_lr_ratio", 0.0)
     if block.word("decay_type", ("linear", "cosine", "1-sqrt"), "cosine") != "linear":
@@ -369,7 +369,7 @@ def _stable_arguments(top: Block, block: Block) -> None:
 
 
 def _warmup(top: Block, word: str) -> None:
-    """A number of steps; below 1 it is a fraction of all steps."""
+    """Read the warm-up: a number of steps; below 1 it is a fraction of all steps."""
     for key, most in (("warmup_ratio", 1.0), ("warmup_steps", 2.0**53)):
         asked = top.number(key, 0.0, least=0, most=most)
         is_fraction = 0 < asked < 1 or (key == "warmup_ratio" and asked > 0)
@@ -402,12 +402,12 @@ def _intervals(top: Block) -> None:
     _interval(top, strategy, "eval_steps", "evals_per_epoch")
     is_evaluated = top.text(strategy, "no").lower() != "no" or top.has("eval_steps")
     if is_evaluated and not any(top.has(key) for key in ("val_size", "val_set_size")):
-        top.settings.pop("eval_fraction", None)  # the trainer's own default keeps some of the data for it
+        top.settings.pop("eval_fraction", None)  # our default holds out some of the data for evaluation
     _interval(top, "save_strategy", "save_steps", "saves_per_epoch")
 
 
 def _interval(top: Block, strategy: str, key: str, per_epoch: str) -> None:
-    """Steps, a fraction of all steps, or N times per epoch (Axolotl's key), which is a fraction of all steps."""
+    """Read an interval: steps, a fraction of all steps, or N times per epoch (Axolotl's key)."""
     default = "steps" if key == "save_steps" or top.has(key) else "no"
     when = top.word(strategy, ("no", "steps", "epoch", "best"), default)
     if when == "best":
@@ -434,7 +434,7 @@ def _interval(top: Block, strategy: str, key: str, per_epoch: str) -> None:
 
 
 def _times_per_epoch(top: Block, written: str, key: str, times: float) -> None:
-    """With the number of epochs, N times per epoch is a fraction of all steps."""
+    """Set an interval of N times per epoch, as a fraction of all steps: 1 / (N * epochs)."""
     num_times = times * top.settings.get("num_train_epochs", 0.0)
     if "num_train_epochs" not in top.settings and times:
         why = "the steps of an epoch are unknown without a number of epochs (max_steps replaces it)"

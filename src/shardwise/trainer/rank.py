@@ -1,11 +1,11 @@
 """A rank that the launcher's agent has started, from its first line to its exit code.
 
-It dies with its launcher, writes to its own log unless it is rank 0, handles signals, and runs the entry. An exit code
-is a decision, which the rank returns. A crash ends the process, after which the agent may start it again.
+It ends with its launcher, writes to its own log unless it is rank 0, handles signals, and calls the function of its
+task. An exit code that this function returns is final. After an exception the agent may start the rank again.
 
-In a private folder the rank leaves notes for its launcher: that it runs, and how it ended. The agent reports one failed
-rank, not always the first: a rank that breaks takes its partners with it, and the agent may see them first. A note is
-written before its rank leaves its partners, so the oldest note is the cause.
+In a private folder the rank writes a note for its launcher: that it runs, and later how it ended. The agent reports one
+failed rank, not always the first: if a rank fails, ranks that wait for it fail, too, and the agent may see them first.
+A rank writes its note before it closes its connections, so the oldest note names the cause.
 """
 
 import dataclasses
@@ -30,13 +30,13 @@ from ..base.processes import end_with
 from . import signals
 
 WRITE_STACK = signal.SIGVTALRM  # makes a rank write its stack into the folder of its notes
-NUM_FRAMES = 3
+NUM_FRAMES = 3  # of a stack that are shown
 _FRAME = re.compile(r'^  File "(.+)", line (\d+) in (.+)$', re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """Arguments of a rank. `entry` is MODULE:FUNCTION and takes settings as JSON, so that only ranks import it."""
+    """Arguments of a rank. `entry` is MODULE:FUNCTION, which only ranks import; it takes the settings as JSON."""
 
     entry: str
     settings: str
@@ -70,14 +70,14 @@ def run_task(task: Task) -> int:
         if rank:
             note.log = _write_to_log(Path(task.logs) / f"rank-{rank:05}.log", rank)
         signals.listen(has_launcher=True)
-        # Python's own handler writes the stack, whatever the rank does. It keeps the file open.
+        # This handler is written in C, so it works even while the rank is inside a library. It keeps the file open.
         faulthandler.register(WRITE_STACK, _stack_file(folder, local_rank).open("w"), all_threads=False)
         write_note(folder, note)
         note.code = call(task.entry, task.settings)
     except Exception as error:  # noqa: BLE001, the launcher reports it
         note.ended_s = time.time()
-        # From the entry on: its callers are ours, and the same for every failure. A failure of a disk, or of other
-        # ranks, is a message without a traceback.
+        # The traceback starts at the entry: the frames above it are the same for every failure. An error of a disk, or
+        # of other ranks, is shown without a traceback.
         stack = error.__traceback__ and error.__traceback__.tb_next and error.__traceback__.tb_next.tb_next
         lines = traceback.format_exception(error.with_traceback(stack))
         note.error = f"{error}\n" if isinstance(error, SaveError | StoreError | WireError) else "".join(lines)
@@ -105,7 +105,7 @@ def call(entry: str, settings: str) -> int:
 
 
 def _write_to_log(log: Path, rank: int) -> str:
-    """Lead both streams into one file, after the text of earlier starts, and return its name."""
+    """Redirect stdout and stderr to the end of one file, which may have text of earlier starts. Return its name."""
     try:
         file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     except OSError as error:
@@ -133,7 +133,7 @@ def read_notes(folder: Path) -> Iterator[Note]:
 
 
 def stack_of(folder: Path, local_rank: int) -> str:
-    """Return where a rank was when it got WRITE_STACK, innermost calls first; "" if it has not answered."""
+    """Return the stack of a rank when it got WRITE_STACK, the innermost call first; "" if it has not answered."""
     frames = _FRAME.findall(_stack_file(folder, local_rank).read_text(errors="replace"))[:NUM_FRAMES]
     lines = [
         f"{file}:{number} in {name}: {linecache.getline(file, int(number)).strip()}" for file, number, name in frames

@@ -1,19 +1,19 @@
 """The launcher's second thread: it passes signals on to the ranks, and ends ranks that would wait for ever.
 
-The agent owns the main thread, which may be deep in a rendezvous. So signals are blocked there, and by inheritance in
-the ranks until they can handle them; this thread unblocks them and reads their numbers from a pipe. To end the agent,
-it sends SIGUSR2 to the main thread, which then raises an exception that the agent knows.
+Torch's elastic agent (`agent.py`) runs in the main thread and may block in a rendezvous. So signals are blocked there;
+the ranks inherit this, until they can handle signals. This thread receives them and reads their numbers from a pipe.
+To end the agent, it sends SIGUSR2 to the main thread, where the handler raises an exception that the agent catches.
 
-- SIGTERM, SIGUSR1, SIGHUP: each rank gets one request to stop, also those that are still starting.
-- SIGINT: the same; a second one kills them.
-- A rank has died: the agent ends the others, but those that wait inside a collective would notice after half a minute.
-  They are killed earlier.
-- A rank has refused to run: the agent waits for all others, which may wait for that rank. They get time to find the
-  same mistake.
-- A rank has ended normally, and another does not end: it is killed after `timeout_s`, or earlier if it is stopped.
+- SIGTERM, SIGUSR1, SIGHUP: each rank gets one request to stop, also a rank that is still starting.
+- SIGINT: the same; a second SIGINT kills the ranks.
+- A rank has died: the agent sends SIGTERM to the others. A rank that waits inside a collective does not react, and the
+  agent would kill it after 30 s. This thread kills it earlier.
+- A rank has refused to run (REFUSALS): the agent waits for the others, and they may wait for that rank. They get time
+  to find the same mistake; then they are killed.
+- A rank has ended normally, another has not: the latter is killed after `timeout_s`, or earlier if SIGSTOP stopped it.
 
-Before a rank is killed, a signal makes it write its stack, also while it is deep in a library. `first_failure` then
-says which rank failed first and why, and where the ranks were that had to be killed.
+Before a rank is killed, a signal makes it write its stack, even while it is inside a library call. `first_failure` then
+describes which rank failed first and why, and where the killed ranks were.
 """
 
 import contextlib
@@ -36,18 +36,18 @@ from .rank import WRITE_STACK, Note, read_notes, stack_of
 from .signals import INTERRUPTED, REQUEST_SIGNALS, STOP_SIGNALS, TERMINATED
 
 POLL_S = 0.1
-AFTER_A_DEATH_S = 5.0
+AFTER_A_DEATH_S = 5.0  # until the other ranks are killed
 AFTER_A_REFUSAL_S = 15.0
 STOPPED_S = 30.0  # a stopped process may be about to be continued
-ANSWER_S = 1.0  # for a stack to be written
-LONGEST_TURN_S = 1.0  # a longer turn means that the launcher itself was stopped, as by Ctrl-Z
-MAIN_THREAD_S = 5.0  # for the agent to return
-REFUSALS = (2, 3, 5)
-LAST_LINES, LAST_BYTES = 15, 1 << 20  # of a log that are shown
+ANSWER_S = 1.0  # time for a rank to write its stack
+LONGEST_TURN_S = 1.0  # if a turn of the loop takes longer, the launcher itself was stopped, as by Ctrl-Z
+MAIN_THREAD_S = 5.0  # time for the agent to return
+REFUSALS = (2, 3, 5)  # exit codes of a rank that refuses to run: request, memory, checkpoint
+LAST_LINES, LAST_BYTES = 15, 1 << 20  # lines at the end of a log that are shown, and bytes that are read for them
 MAX_KILLED_SHOWN = 4
-# A death is noticed this late; a rank that raised so shortly before it was probably its victim.
+# A death may be noticed this late. A rank that raised at most this long before then probably failed because of it.
 NOTICED_S = 5 * POLL_S
-# Start of a failure's text that one rank has sent to all: any of them may have raised it first.
+# Start of an error text that one rank has sent to all. Every rank raises it; the number in it is the rank that failed.
 _RAISED_BY = re.compile(r"rank (\d+): ")
 _IGNORE: Callable[..., None] = lambda *_: None  # noqa: E731  a handler, unlike SIG_IGN, lets the number reach the pipe
 
@@ -58,12 +58,12 @@ class WatchedRank:
     is_requested: bool = False  # it got a request to stop
     is_killed: bool = False  # by the watcher
     where: str = ""  # its stack when it was killed
-    gone_s: float | None = None
+    gone_s: float | None = None  # when the watcher saw that the process had ended
     status: int | None = None  # its exit code, negative for a signal; None: it runs, or the agent reaped it first
 
     @property
     def has_ended(self) -> bool:
-        """Return whether it has said that it ends; its process may still be there."""
+        """Return whether its note says that it ends. Its process may still run."""
         return self.note.ended_s is not None
 
 
@@ -75,12 +75,12 @@ class RankWatcher:
         self._timeout_s = timeout_s
         self._temporary_folder = folder
         self._turned_s = time.monotonic()
-        self._late_s = self._stopped_s = 0.0
+        self._late_s = self._stopped_s = 0.0  # how long ranks have been late, see `_watch_late_ranks`, or stopped
         self.ranks: dict[int, WatchedRank] = {}
         self._say, self._stop_agent = say, stop_agent
-        self._folder: Path | None = None
+        self._folder: Path | None = None  # of the ranks' notes; None before the first start
         self._requested: int | None = None  # the exit code with which the ranks have to stop
-        self._trouble = ""
+        self._trouble = ""  # the last error of this thread, which is printed once
         self._grace_end_s = float("inf")
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="shardwise-watch", daemon=True)
@@ -102,7 +102,7 @@ class RankWatcher:
         self._old = {number: signal.signal(number, _IGNORE) for number in self._signals}
         self._old[signal.SIGUSR2] = signal.signal(signal.SIGUSR2, self._end_agent)
         self._thread.start()  # before the mask, which it would inherit
-        ensure_running()  # started later, with the ranks, it would unblock SIGINT and SIGTERM
+        ensure_running()  # the resource tracker: if it started later, with the ranks, it would unblock signals
         self._old_mask = signal.pthread_sigmask(signal.SIG_BLOCK, self._signals)
         return self
 
@@ -167,7 +167,7 @@ class RankWatcher:
 
     def _update(self, rank: WatchedRank) -> None:
         try:
-            # Without reaping it, which the agent does.
+            # WNOWAIT: do not reap the process. The agent does that.
             gone = os.waitid(os.P_PID, rank.note.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         except ChildProcessError:
             rank.gone_s = time.time()
@@ -255,14 +255,14 @@ def _send(rank: WatchedRank, number: signal.Signals) -> None:
 
 
 def _is_stopped(rank: WatchedRank) -> bool:
-    """Return whether a signal has stopped it; a debugger does not count."""
+    """Return whether a signal has stopped it. A process in a debugger has another state."""
     return state_of(rank.note.pid) == "T"
 
 
 def first_failure(ranks: Sequence[WatchedRank], reported: Mapping[int, tuple[int, int]], host: str) -> str:
-    """Describe the first failure, and the ranks that had to be killed: the first may have failed waiting for them.
+    """Describe the first failure, and the ranks that had to be killed: the failed one may have waited for them.
 
-    `reported`: the agent's report, by local rank, with rank and exit code of those that failed.
+    `reported`: the agent's report of failed ranks, from local rank to (rank, exit code).
     """
     raised = sorted((rank.note for rank in ranks if rank.note.has_raised), key=lambda note: note.ended_s or 0.0)
     died = [rank for rank in ranks if rank.gone_s is not None and not rank.is_killed and not rank.has_ended]
@@ -293,7 +293,7 @@ def _failure(first: Note, ranks: Sequence[WatchedRank], host: str) -> str:
 
 
 def _death(rank: int, code: int | None, log: str, host: str) -> str:
-    """Describe the end of a rank that left no note."""
+    """Describe the end of a rank whose note does not say how it ended."""
     if code is None:
         how = "died"
     elif code >= 0:

@@ -1,12 +1,12 @@
 """The run folder: which one a run gets, what is in it, and which checkpoint it resumes from.
 
-config.json     the resolved settings; a file to train with again
+config.json     the resolved settings; a new run can be started with it
 plan.json       the plan of memory and time
-traffic.json    traffic of a step, measured and planned
+traffic.json    bytes sent in a step, measured and planned
 metrics.jsonl   a row every logging_steps steps
 oom-rank0.json  why a rank ran out of memory
 checkpoints/    step-000100, ...
-data/           token stores
+data/           the tokenised data
 export/         the trained weights
 logs/           output of all ranks but the first
 """
@@ -48,10 +48,10 @@ def _choice(settings: Settings, num_restarts: int) -> tuple[Path, Path | str | N
     folder = Path(settings.output_dir).expanduser() if settings.output_dir is not None else None
     resume = settings.resume_from_checkpoint
     if num_restarts and folder is not None:
-        # Restarted ranks resume their own run, whatever it was resumed from.
+        # After a restart: prefer a checkpoint of this run to the one that the run itself was resumed from.
         return folder, _own(folder) or (None if resume in (LATEST, AUTO) else resume)
     if resume == AUTO:
-        # A job that is started again and again by the same command: its first start has nothing to resume from.
+        # For a job that the same command starts many times: the first start has nothing to resume from.
         if folder is None:
             raise ConfigurationError("resume_from_checkpoint auto: say in which folder with --output-dir")
         return folder, _own(folder)
@@ -69,7 +69,7 @@ def _choice(settings: Settings, num_restarts: int) -> tuple[Path, Path | str | N
         checkpoint = _checkpoint_in(resume)
         belongs_to = _run_of(checkpoint)
         if belongs_to is None:  # ours outside of a run, or one of another library, or no checkpoint at all
-            from ..checkpoint.opened import open_checkpoint  # with torch
+            from ..checkpoint.opened import open_checkpoint  # imports torch
 
             try:
                 open_checkpoint(checkpoint)
@@ -91,9 +91,9 @@ def _choice(settings: Settings, num_restarts: int) -> tuple[Path, Path | str | N
 
 
 def resume_candidates(asked: Settings, chosen: Settings) -> list[str]:
-    """Return the checkpoint to resume from, or, if it was not named, all those of its run, the newest first.
+    """Return the checkpoints to try: the one that the user named, otherwise all of the run, the newest first.
 
-    One may turn out to be damaged; unfinished ones are included so that they are reported.
+    If one is damaged, the next is tried. Unfinished ones are included so that they are reported.
     """
     checkpoint, named = chosen.resume_from_checkpoint, asked.resume_from_checkpoint
     if checkpoint is None:
@@ -105,8 +105,8 @@ def resume_candidates(asked: Settings, chosen: Settings) -> list[str]:
 
 
 def config_to_go_on_with(settings: Settings) -> tuple[str, str] | None:
-    """Return the settings of the run to resume, as a file name and its text. They win over defaults. A checkpoint that
-    was moved out of its run has them too."""
+    """Return the settings of the run to resume, as a file name and its text. They replace defaults. A checkpoint has
+    a copy of them, for the case that it was moved out of its run."""
     resume, folder = settings.resume_from_checkpoint, settings.output_dir
     if resume is None:
         return None
@@ -121,7 +121,7 @@ def config_to_go_on_with(settings: Settings) -> tuple[str, str] | None:
 
 
 def _config_in(checkpoint: Path) -> tuple[str, str] | None:
-    """Return the settings in a checkpoint, without its folders."""
+    """Return the copy of the settings in a checkpoint, without output_dir and resume_from_checkpoint."""
     if find(checkpoint) is None:
         return None
     try:
@@ -134,7 +134,7 @@ def _config_in(checkpoint: Path) -> tuple[str, str] | None:
 
 
 def replace_file(file: Path, text: str) -> None:
-    """Write a file at once: a reader finds the old text or the new one."""
+    """Replace a file atomically: a reader finds the old text or the new one."""
     draft = file.with_name(f"{file.name}.draft")
     draft.write_text(text)
     draft.replace(file)
@@ -143,7 +143,7 @@ def replace_file(file: Path, text: str) -> None:
 def claim(settings: Settings) -> None:
     """Take the chosen folder for this run and write config.json. One rank calls it, after all checks.
 
-    config.json is a file to train with again, so it has neither the folder, which is taken, nor the checkpoint.
+    A new run can be started with config.json, so it leaves out this folder and the checkpoint to resume from.
     """
     run_folder(settings).mkdir(parents=True, exist_ok=True)
     again = dataclasses.replace(settings, output_dir=None, resume_from_checkpoint=None)
@@ -152,7 +152,7 @@ def claim(settings: Settings) -> None:
 
 @contextmanager
 def writing_to(folder: Path) -> Iterator[None]:
-    """Turn an error of the disk into one about the run folder."""
+    """Turn an OSError into a ConfigurationError that names the run folder."""
     try:
         yield
     except OSError as error:
@@ -160,7 +160,7 @@ def writing_to(folder: Path) -> Iterator[None]:
 
 
 def oom_reports(folder: Path) -> list[dict[str, Any]]:
-    """Return the reports of all ranks that ran out of memory in the last start, the first one first."""
+    """Return the reports of all ranks that ran out of memory since the last start, ordered by time."""
     found = []
     for file in folder.glob(OOM_FILES):
         try:
@@ -178,7 +178,7 @@ def run_folder(settings: Settings) -> Path:
 
 
 def failed_write(folder: Path, error: OSError | SaveError) -> SaveError | None:
-    """Explain that a file of this run cannot be written, and the fix; None: it is no file of this run."""
+    """Return an error that names the file and the fix; None if the error is not about a file of this run."""
     text = str(error)
     if isinstance(error, OSError):
         if isinstance(error.filename, str | Path) and Path(error.filename).is_relative_to(folder):
@@ -194,7 +194,7 @@ def failed_write(folder: Path, error: OSError | SaveError) -> SaveError | None:
 
 
 def _own(folder: Path) -> Path | None:
-    """Return the newest complete checkpoint of this run; None if no save has ever finished."""
+    """Return the newest complete checkpoint of this run; None if no save ever finished. If all are broken, raise."""
     root = folder / CHECKPOINTS
     own = latest(root)
     broken = [path.name for path in (step_folder(root, step) for step in all_steps(root)) if path.is_dir()]
@@ -207,13 +207,13 @@ def _own(folder: Path) -> Path | None:
 
 
 def _run_of(checkpoint: Path) -> Path | None:
-    """Return the run of a checkpoint of ours, if it is still in its folder."""
+    """Return the run folder of a checkpoint; None if it was moved out of it, or if another library wrote it."""
     run = checkpoint.absolute().parent.parent  # checkpoints/ itself may be a link
     return run if find(checkpoint) is not None and (run / CONFIG).is_file() else None
 
 
 def _checkpoint_in(resume: str) -> Path:
-    """Return the newest checkpoint if a run's folder was named."""
+    """Return the newest checkpoint if `resume` is a run folder, otherwise the path itself."""
     path = Path(resume).expanduser()
     return latest(path / CHECKPOINTS) or path
 

@@ -1,8 +1,8 @@
 """All settings of a training run, as one frozen value. This file imports neither torch nor pydantic.
 
-The names here are the keys of a configuration file and, with hyphens, the flags of `shardwise train`; the help and
-the panel of each are next to its default. None means that the value follows from others, as the help says.
-`config.py` makes a `Settings` from files, the environment and flags; a rank gets it as JSON.
+The names here are the keys of a configuration file and, with hyphens, the flags of `shardwise train`. Each has its
+default, its panel (a group of flags in `--help`) and its help text. None means that the value follows from others, as
+the help says. `config.py` makes a `Settings` from files, the environment and flags; a rank gets it as JSON.
 """
 
 import dataclasses
@@ -19,7 +19,7 @@ from ..base.errors import ConfigurationError
 
 @dataclass(frozen=True, slots=True)
 class Lora:
-    """Low-rank adapters, with the names of peft. No targets: peft's own choice for the architecture."""
+    """Low-rank adapters of peft. Without targets, peft chooses the modules for the architecture."""
 
     r: int = field(default=16, metadata={"least": 1})
     alpha: float = field(default=32.0, metadata={"above": 0})
@@ -35,7 +35,7 @@ def setting(panel: str, default: Any, help: str, **limits: float) -> Any:  # noq
     return field(default=default, metadata={"panel": panel, "help": help, **limits})
 
 
-# Limits of a number: how an error names each, and what is outside.
+# Limits of a number: the words in an error, and the comparison that is true for a value outside the limit.
 LIMITS = {
     "least": ("at least", operator.lt),
     "most": ("at most", operator.gt),
@@ -48,7 +48,7 @@ SHARDING, RUN, LAUNCH = "Sharding", "Run folder", "Launch"
 FINE_TUNING_RATE, LORA_RATE = 2e-5, 2e-4
 DEFAULT_GLOBAL_BATCH = 16
 DEEPSPEED_SCHEDULES = ("warmup-lr", "warmup-decay-lr", "warmup-cosine-lr")
-SETTINGS_OF_SCHEDULES = {
+SETTINGS_OF_SCHEDULES = {  # the schedules that read each of these settings
     "decay_steps": ("wsd",),
     **dict.fromkeys(("warmup_type", "warmup_min_ratio", "schedule_steps"), DEEPSPEED_SCHEDULES),
 }
@@ -136,7 +136,7 @@ class Settings:
     # fmt: on
 
     def __post_init__(self) -> None:
-        """Refuse values that are wrong whatever the model and the data are."""
+        """Refuse values that are wrong for every model and all data."""
         _check_limits(self)
         defaults = {entry.name: entry.default for entry in dataclasses.fields(self)}
         if self.train_file and self.dataset:
@@ -180,7 +180,7 @@ def _check_limits(settings: Any, prefix: str = "") -> None:
 def interval_of(steps: float, num_steps: int) -> int:
     """Return the steps between two saves or evaluations (0: none). Below 1, `steps` is a part of all steps.
 
-    Rounding makes a third of 99 steps 33, although binary fractions are not exact.
+    Without `round`, 0.07 of 100 steps would be 8: binary fractions are not exact.
     """
     return math.ceil(round(steps * num_steps, 6)) if steps < 1 else int(steps)
 
@@ -205,7 +205,7 @@ def units_asked(words: tuple[str, ...]) -> str | int | tuple[str, ...]:
 
 
 def settings_from_json(text: str) -> Settings:
-    """Read the JSON of `Settings.to_json`, in ranks; files that people write go through `config.py`."""
+    """Parse the output of `Settings.to_json`, in a rank. Files of users are read by `config.py`."""
     values = json.loads(text)
     for name in ("train_file", "eval_file", "report_to", "offload", "wire", "units"):
         values[name] = tuple(values[name])
@@ -216,7 +216,7 @@ def settings_from_json(text: str) -> Settings:
 
 @dataclass(frozen=True, slots=True)
 class Batching:
-    """The global batch decides the training; how it is split into these three does not change the result."""
+    """The split of the global batch over ranks and micro-batches. It does not change the result."""
 
     num_ranks: int
     num_micro: int  # micro-batches of a step on one rank
@@ -234,7 +234,7 @@ class Batching:
 
 
 def batching_of(settings: Settings, num_ranks: int) -> Batching:
-    """Complete the batch sizes that were given, or refuse them with the whole equation."""
+    """Compute the batch sizes that were not given. If the product cannot be the global batch, the error shows it."""
     micro, num_micro = settings.per_device_train_batch_size, settings.gradient_accumulation_steps
     whole = settings.global_batch_size or DEFAULT_GLOBAL_BATCH
     if settings.global_batch_size is None and (micro is not None or num_micro is not None):

@@ -1,13 +1,13 @@
 """The summed loss of a batch, for the in-tree transformer and for any causal language model of Hugging Face.
 
 The in-tree head computes its loss itself. For other models, the forward of the output projection is replaced while the
-loss is computed: it returns the chunked cross-entropy instead of logits, which then never exist as a whole, and the
-model returns it as its logits. This is correct only if the model does not change logits after the projection (soft
-capping, scale, bias). A trial on the meta device finds out at no cost: the body is replaced, the projection returns a
-marker, and the marker must come out unchanged. All other models take the plain path, through their logits.
+loss is computed. It returns the chunked cross-entropy, and the model returns that as its `logits`; the real logits
+never exist as a whole. This is correct only if the model does not change logits after the projection (soft capping,
+scale, bias). A trial on the meta device tests it: the body is replaced, the projection returns a marker tensor, and the
+model must return the same object. All other models take the plain path, through their logits.
 
-Documents of a row are isolated by position ids that restart, from which most architectures make their attention mask. A
-similar trial finds out which do; for the others isolation is refused.
+Position ids that start at 0 again isolate the documents of a row: most architectures make their attention mask from
+them. A similar trial tests whether a model does; otherwise isolation is refused.
 """
 
 import inspect
@@ -29,12 +29,12 @@ _KEY = "_shardwise_loss_path"
 
 @dataclass(frozen=True, slots=True)
 class LossPath:
-    how: Literal["in-tree", "chunked", "plain"]
+    how: Literal["in-tree", "chunked", "plain"]  # the three ways at the top of this file
     isolates: bool  # documents of a row can be isolated
 
 
 def loss_sum(model: Any, batch: Batch) -> Tensor:
-    """The cross-entropy, summed over the targets of the batch, in fp32. The model is called once."""
+    """Return the cross-entropy, summed over the targets of the batch, in fp32. The model is called once."""
     path = path_of(model)
     if path.how == "in-tree":
         return model(batch.tokens, batch.targets, batch.positions, "sum")
@@ -81,7 +81,7 @@ def has_plain_head(model: Any) -> bool:
 
 @contextmanager
 def _forward_replaced(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    """Replace a forward. Hooks stay, and so do the engine's gathers. The engine may have replaced it before."""
+    """Replace a forward for a time. Hooks still run, so the engine still gathers. It may have set a forward, too."""
     before = module.__dict__.get("forward")
     module.forward = forward
     try:
@@ -94,7 +94,7 @@ def _forward_replaced(module: nn.Module, forward: Callable[..., Any]) -> Iterato
 
 
 class _Body(tuple[Tensor, ...]):
-    """The output of any architecture's body, as far as the head uses it: hidden states and nothing else."""
+    """Stands for the output of any model's body. It has hidden states; every other attribute is None."""
 
     @property
     def last_hidden_state(self) -> Tensor:
@@ -127,11 +127,11 @@ def _returns_head_output_unchanged(model: Any) -> bool:
 
 
 class _MaskIsMade(BaseException):
-    """Ends a trial; not an error."""
+    """Ends the trial when the model makes its mask. Not an error."""
 
 
 def _isolates_documents(model: Any) -> bool:
-    """True if restarting position ids reach the function that finds documents, and there is no other state."""
+    """Return True if position ids reach the function that finds documents, and the model has no recurrent state."""
     from transformers import masking_utils
 
     if getattr(model, "_is_stateful", False) or "position_ids" not in inspect.signature(model.forward).parameters:

@@ -1,6 +1,6 @@
 """The in-tree transformer in files: it is a Llama, so exports have Llama's names and config.json.
 
-The config also has the shape under a key of shardwise, with which the folder can be opened without transformers.
+The config also has the in-tree shape, under SHAPE_KEY, so that shardwise can open the folder without transformers.
 """
 
 import dataclasses
@@ -23,13 +23,13 @@ _IN_BLOCK = {
     "ffn.up": "mlp.up_proj",
     "ffn.down": "mlp.down_proj",
 }
-# Llama's names of modules by their last word, as in the targets of adapters.
+# The last parts of module names, as in the targets of adapters: from the in-tree name to Llama's, and back.
 LEAVES = {ours.rpartition(".")[2]: theirs.rpartition(".")[2] for ours, theirs in _IN_BLOCK.items()}
 IN_TREE_LEAVES = {theirs: ours for ours, theirs in LEAVES.items()}
 
 
 def llama_name(name: str) -> str:
-    """Llama's name of a tensor, module or adapter. A prefix of peft is kept."""
+    """Return Llama's name of a tensor, module or adapter. A prefix that peft has added stays."""
     return _renamed(name, r"blocks\.(\d+)", "model.layers", _IN_BLOCK, _OUTSIDE)
 
 
