@@ -1,8 +1,8 @@
 """Load a checkpoint, whichever layout, world and program wrote it. Every rank calls it, and reads its own part.
 
 First the index is compared with the model and the optimizer, and the files with the index; an error lists all
-differences. Nothing is changed yet. When all ranks agree, master weights and state are written, each rank's intervals
-from the pieces that overlap them.
+differences. Nothing is changed yet. When no rank has found an error, every rank fills its intervals of master weights
+and optimizer state from the pieces that overlap them.
 """
 
 import os
@@ -68,7 +68,7 @@ def load(
 
 @dataclass(frozen=True, slots=True)
 class _Wanted:
-    """This rank's part of a parameter: the place to fill, and the interval of its elements."""
+    """This rank's part of a parameter: parameter `number` of the flat `state`, and the interval of its elements."""
 
     state: FlatState
     number: int
@@ -82,7 +82,7 @@ class _Wanted:
         return self.state.resting_params[self.number]
 
     def part(self, key: str | None) -> tuple[Stored, Interval]:
-        """Return the elements to read, of the parameter or of the optimizer's state under `key`."""
+        """Return a tensor and the interval of it to read: the parameter, or its optimizer state under `key`."""
         stored = self.saved.stored(key)
         is_split = key is None or self.saved.is_split(key)
         return stored, self.interval if is_split else Interval(0, stored.num_elems)
@@ -129,7 +129,7 @@ def _read(
             stored, interval = want.part(key)
             reader.read(stored, interval.start, row)
 
-        # The plan has the order of the reads below.
+        # The plan lists the reads in the order in which they are made below.
         params = ((want, key) for want in wanted for key in (None, *(want.saved.stored_state if optimizers else ())))
         others = ((index.tensors[name], Interval(0, value.numel())) for name, value in buffers.items())
         reader.plan(chain((want.part(key) for want, key in params), others))
@@ -148,7 +148,7 @@ def _read(
 
 
 def require_same_model(engine: Engine, buffers: Mapping[str, Tensor], index: Index, allow_rounding: bool) -> None:
-    """Raise unless the model is the one that was saved."""
+    """Raise unless names and shapes are as saved, and no weight loses digits, except with `allow_rounding`."""
     params = _params(engine)
     expected = {_saved_name(spec, index): (tuple(spec.shape), dtype) for spec, dtype in params}
     expected |= {name: (tuple(value.shape), value.dtype) for name, value in buffers.items()}
@@ -188,7 +188,7 @@ def _rounded(expected: Iterable[tuple[str, torch.dtype]], index: Index) -> list[
 
 
 def holds(dtype: torch.dtype, stored: torch.dtype) -> bool:
-    """Return whether `dtype` can represent all values of `stored`. torch does not promote 8-bit floats."""
+    """Return whether `dtype` can represent all values of `stored`. torch cannot promote 8-bit floats."""
     if stored.is_floating_point and 1 in (stored.itemsize, dtype.itemsize):
         return stored == dtype or stored.itemsize < dtype.itemsize
     return torch.promote_types(stored, dtype) == dtype
@@ -200,7 +200,7 @@ def _params(engine: Engine) -> list[tuple[Param, torch.dtype]]:
 
 
 def _saved_name(spec: Param, index: Index) -> str:
-    """Return a parameter's saved name: any of its names if it is tied; of several, the one that has the state."""
+    """Return a parameter's name in the checkpoint. A tied one may have several: prefer one in an optimizer group."""
     found = [site.name for site in spec.sites if site.name in index.tensors]
     return max(found, key=lambda name: index.tensors[name].group is not None, default=spec.name)
 
@@ -213,8 +213,8 @@ def _list(differences: list[str]) -> str:
 def require_same_groups(held: Iterable[tuple[str, Saved, Tensor, int | None]], keep_groups: bool) -> None:
     """Raise unless the optimizer's groups are the saved ones.
 
-    `held`: name, saved value, this rank's part, and group, of every parameter that this rank holds. With `keep_groups`
-    the groups may differ, but no saved state may be lost.
+    `held`: for every parameter that this rank holds, its name, saved value, this rank's part, and its group. With
+    `keep_groups` the groups may differ, but no saved state may be lost.
     """
     wrong = []
     for name, saved, resting, group in held:

@@ -1,8 +1,8 @@
 """Read DeepSpeed's `global_stepN` folders: master weights and optimizer state from the ranks' parts, and the rest.
 
-A file of model states has the names and shapes of the trained parameters, in their order, and buffers and frozen
-parameters; each rank has a file of optimizer states with its parts of the flat groups. Below stage 3 there is one file
-of model states; in stage 3 there is one for each rank, with its parts of the frozen parameters.
+A file of model states lists the names and shapes of the trained parameters in order, and holds buffers and frozen
+parameters. Below stage 3 there is one file; stage 3 has one for each rank, with its parts of the frozen parameters.
+Each rank also has a file of optimizer states, with its parts of the flat groups (see the comment at `_in_a_row`).
 """
 
 import re
@@ -27,7 +27,7 @@ _PARALLEL = re.compile(r"layer_\d+.*_states\.pt|expp_rank_.*_states\.pt|.*expert
 
 
 def folder_of(path: Path) -> Path | None:
-    """Return the folder with DeepSpeed's files: the path, or the folder that its `latest` names; None for others."""
+    """Return the folder with DeepSpeed's files: the path itself, or the one named in its file `latest`. Else None."""
     if any(_FILE.fullmatch(entry.name) for entry in path.iterdir()):
         return path
     if not (path / LATEST).is_file():
@@ -104,10 +104,10 @@ def _stage(parts: Sequence[Any]) -> int:
 
 
 def _add_trained(found: Described, model: Any, parts: Sequence[Any], stage: int) -> None:
-    """Add master weights and state, block by block: a group of the optimizer, or in stage 3 a part of one."""
+    """Add master weights and state by block. A block is a parameter group; in stage 3 it may be a part of one."""
     rows_key = "fp32_flat_groups" if stage == 3 else "single_partition_of_fp32_groups"
     bases = [part["optimizer_state_dict" if stage == 3 else "base_optimizer_state"] for part in parts]
-    if isinstance(bases[0], list):  # without groups' settings, for elastic worlds
+    if isinstance(bases[0], list):  # DeepSpeed's elastic checkpoints have a list, without the groups' settings
         params = [{"params": [block]} for block in range(len(bases[0]))]
         bases = [{"state": dict(enumerate(base)), "param_groups": params} for base in bases]
     groups = bases[0]["param_groups"]
@@ -123,7 +123,7 @@ def _add_trained(found: Described, model: Any, parts: Sequence[Any], stage: int)
         if len(paddings) != len(own):
             raise CheckpointError(f"a group of {len(own)} parameters has {len(paddings)} paddings")
         split, common = _state(found, [base["state"].get(member, {}) for base in bases])
-        # Some of DeepSpeed's optimizers count in the group.
+        # Some of DeepSpeed's optimizers keep the count of steps in the group.
         if "step" in groups[number] and split:
             common.setdefault("step", found.item(groups[number]["step"]))
         if stage < 3:
@@ -167,7 +167,7 @@ def _row(found: Described, value: Any) -> Stored:
 
 
 def _add_others(found: Described, models: Sequence[Any], stage: int) -> None:
-    """Add buffers, frozen parameters, and the other names of tied ones."""
+    """Add buffers, frozen parameters, and the additional names of tied parameters."""
     model = models[0]
     shared = model.get("shared_params") or {}
     for other, name in shared.items():
@@ -186,12 +186,12 @@ def _add_others(found: Described, models: Sequence[Any], stage: int) -> None:
             found.kinds[name] = "buffer" if is_buffer else "parameter"
 
 
-# Stages 1 and 2 make one row of every group of the optimizer, parameter after parameter, and cut it into one part for
-# each rank. Stage 3 cuts every parameter by itself into equal parts, the last ones padded, and a rank's row is its
-# parts, one after the other. The masters and the optimizer's state lie alike in their rows. So the joined row of stages
-# 1 and 2 is read like that of stage 3 in a world of one rank.
+# Stages 1 and 2 join the parameters of each group into one row, and cut the row into one part for each rank. Stage 3
+# cuts every parameter by itself into equal parts, the last ones padded; the row of a rank holds its parts, one after
+# the other. Masters and optimizer state have the same order in their rows. So the joined row of stages 1 and 2 is read
+# like a row of stage 3 with one rank.
 def _in_a_row(parts: Sequence[Stored], lengths: Sequence[int]) -> list[Stored]:
-    """Join the ranks' parts; `lengths`: those of the masters, because the end of the state may be padded."""
+    """Join the ranks' parts. `lengths`: of the masters' parts; those of the state may be longer, with padding."""
     pieces: list[Piece] = []
     for rank, (part, length) in enumerate(zip(parts, lengths, strict=True)):
         if part.num_elems < length:
@@ -201,7 +201,7 @@ def _in_a_row(parts: Sequence[Stored], lengths: Sequence[int]) -> list[Stored]:
 
 
 def _moved(row: Stored, wanted: Interval, to: int) -> Iterator[Piece]:
-    """Yield the pieces of an interval of a row; its first element becomes number `to`."""
+    """Yield the pieces of the interval `wanted` of a row, renumbered so that its first element is number `to`."""
     for piece in cut(row, wanted):
         shift = to - wanted.start
         yield piece._replace(start=piece.start + shift, stop=piece.stop + shift)
@@ -212,7 +212,7 @@ def _length(shape: tuple[int, ...], rows: Sequence[Stored]) -> int:
 
 
 def _gathered(name: str, shape: tuple[int, ...], rows: Sequence[Stored], begin: int = 0) -> Stored:
-    """Describe a parameter, or a tensor of its shape, by its pieces in the rows, in each from element `begin` on."""
+    """Describe a parameter, or state of its shape, by its pieces. In each row they start at element `begin`."""
     pieces: list[Piece] = []
     num_elems, length = prod(shape), _length(shape, rows)
     for rank, row in enumerate(rows):

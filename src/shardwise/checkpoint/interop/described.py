@@ -2,7 +2,7 @@
 
 The reader of a format collects tensors by name, state by name, and the groups' settings. This module combines them, and
 removes the prefixes that wrappers put in front of names. A tensor that is contiguous in its file is one piece. Any
-other is several contiguous runs, which are counted before they are made.
+other has one piece for each contiguous run of elements; the runs are counted before pieces are made, to limit memory.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -23,7 +23,7 @@ from .archives import NumberedFile
 from .pickles import Strided
 
 _WRAPPERS = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
-_REPLICA = "module."
+_REPLICA = "module."  # the prefix of DistributedDataParallel
 _MAX_DEPTH, _MAX_LENGTH = 2, 64
 _MAX_LISTED = 20
 _MAX_OPEN = 64
@@ -35,13 +35,13 @@ Groups = Sequence[Sequence[str]]
 
 @dataclass(slots=True)
 class Budget:
-    """The number of runs that a checkpoint may still have."""
+    """The number of contiguous runs that may still be added to a checkpoint."""
 
     num_left: int = MAX_RUNS
 
 
 class Described:
-    """The parts of a checkpoint as they are read. `group`: the number of the optimizer's group of each parameter."""
+    """The parts of a checkpoint, collected while reading. `group`: by parameter, the number of its optimizer group."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -59,7 +59,7 @@ class Described:
         self.budget = Budget()
 
     def _open(self, name: str) -> NumberedFile:
-        """Open a file by its name, which is not trusted."""
+        """Open a file. Its name comes from the checkpoint, so it is checked first."""
         require_inside(name)
         number = list(self.files).index(name) if name in self.files else len(self.files)
         source = NumberedFile(self.folder / name, number)
@@ -75,7 +75,7 @@ class Described:
         return stored_of(tensor, self.budget)
 
     def item(self, value: Any) -> Stored | Plain:
-        """Return one item of an optimizer's state of a parameter."""
+        """Check one item of a parameter's optimizer state, and describe it if it is a tensor."""
         if isinstance(value, Strided):
             return self.stored(value)
         if not isinstance(value, (Stored, Plain)):
@@ -85,7 +85,7 @@ class Described:
 
 @contextmanager
 def describing(folder: Path, what: str) -> Iterator[Described]:
-    """Describe a checkpoint in a folder. Values of another kind than expected are a CheckpointError about `what`."""
+    """Yield an empty description to fill. A value of an unexpected type becomes a CheckpointError about `what`."""
     found = Described(folder)
     try:
         yield found
@@ -96,7 +96,7 @@ def describing(folder: Path, what: str) -> Iterator[Described]:
 
 
 def index_of(found: Described, origin: Mapping[str, str]) -> Index:
-    """Combine the parts to an index, which is not checked yet."""
+    """Combine the parts into an index. The caller must still check it."""
     if not found.tensors:
         raise CheckpointError("it holds no tensor of a model")
     is_replica = all(name.startswith(_REPLICA) for name in found.tensors)
@@ -115,7 +115,7 @@ def index_of(found: Described, origin: Mapping[str, str]) -> Index:
             raise CheckpointError(f"two of its tensors are called {name!r}")
         is_in_optimizer = name in group or name in state
         kind: Kind = "parameter" if is_in_optimizer else found.kinds.get(given, "unknown")
-        # A group may hold frozen parameters too: one with state was trained, one without is unknown.
+        # A group may hold frozen parameters too. A parameter with state was trained; without state, we do not know.
         is_frozen = bool(found.groups) and kind == "parameter" and not is_in_optimizer
         is_trained = True if state.get(name) else False if is_frozen else None
         tied = tuple(plain(other) for other in found.tied.get(given, ()))
@@ -140,7 +140,7 @@ def add_model(found: Described, values: Any) -> None:
 
 
 def add_optimizer(found: Described, groups: Any, state: Mapping[Any, Mapping[str, Any]]) -> None:
-    """Add an optimizer's state dict. Where its state is by number, the groups must have the names."""
+    """Add an optimizer's state dict. If the keys of its state are numbers, its groups must list the names."""
     if not isinstance(groups, list) or not all(isinstance(group, dict) for group in groups):
         raise CheckpointError("the groups of its optimizer are no list of settings")
     names: dict[str, str] = {}
@@ -176,7 +176,7 @@ def settings_of(found: Described, group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _plain(found: Described, value: Any, depth: int = 0) -> Any:
-    """Return a value that JSON can hold; that of a tensor with one element is read. Raise ValueError for others."""
+    """Return a value that JSON can hold; a tensor with one element becomes a number. Raise ValueError for others."""
     if isinstance(value, Strided):
         value = found.stored(value)
     if isinstance(value, Stored) and value.num_elems == 1:
@@ -221,7 +221,7 @@ def stored_of(tensor: Strided, budget: Budget) -> Stored:
 
 
 def _runs(shape: tuple[int, ...], stride: Sequence[int], budget: Budget, cuts: int = 0) -> tuple[int, Iterable[int]]:
-    """Return the length of contiguous runs of elements, and where each begins, in row-major order."""
+    """Return the length of contiguous runs, and where each begins, in row-major order. `cuts`: more runs to count."""
     dims = [(length, step) for length, step in zip(shape, stride, strict=True) if length != 1]
     run = 1
     while dims and dims[-1][1] == run:
@@ -236,7 +236,7 @@ def _runs(shape: tuple[int, ...], stride: Sequence[int], budget: Budget, cuts: i
 
 
 def place(chunk: Stored, offsets: tuple[int, ...], shape: tuple[int, ...], budget: Budget) -> list[Piece]:
-    """Return the pieces of a whole tensor that a rectangle of it covers, whose first element is at `offsets`."""
+    """Return a chunk's pieces, renumbered for the whole tensor of this `shape`, in which it starts at `offsets`."""
     if len(chunk.shape) != len(shape) or any(
         at + length > whole for at, length, whole in zip(offsets, chunk.shape, shape, strict=True)
     ):

@@ -1,7 +1,7 @@
 """Read folders of weights of Hugging Face's libraries: safetensors, or files of torch.save in older ones.
 
-They hold a model in one file or in several with an index, or a PEFT adapter. Accelerate writes a model that it gathered
-on one rank as well, with the optimizer next to it.
+A folder holds a PEFT adapter, or a model in one file or in several files with an index. Folders of Accelerate, which
+gathers the model on one rank, are read as well; they also hold the optimizer.
 """
 
 from pathlib import Path
@@ -14,9 +14,9 @@ from ..tensor_files import read_header
 from . import archives
 from .described import Described, Groups, add_model, add_optimizer, describing, index_of
 
-# In this order, because a folder may hold several.
+# The first that exists is read, because a folder may hold several.
 NAMES = ("model.safetensors", "adapter_model.safetensors", "pytorch_model.bin", "adapter_model.bin")
-_GATHERED = "pytorch_model_fsdp.bin"
+_GATHERED = "pytorch_model_fsdp.bin"  # of Accelerate
 _OPTIMIZERS = ("optimizer.bin", "optimizer.pt")
 _INDEX = ".index.json"
 _MAX_INDEX_BYTES = 256 << 20
@@ -29,7 +29,7 @@ def file_of(folder: Path) -> str | None:
 
 
 def read(folder: Path, name: str, groups: Groups = ()) -> Index:
-    """Read a folder. `name`: the file of weights, or their index. `groups`: names for an optimizer saved by number."""
+    """Read a folder. `name`: its weights or their index. `groups`: parameter names, for state with numbers as keys."""
     what = "PEFT adapter" if name.startswith("adapter_model") else "Hugging Face folder"
     with describing(folder, str(folder / name)) as found:
         if name.endswith(_INDEX):
@@ -52,7 +52,7 @@ def read(folder: Path, name: str, groups: Groups = ()) -> Index:
 
 
 def _add_numbered(found: Described, given: Any, groups: Groups) -> bool:
-    """Add an optimizer that was saved by number, with names for the numbers; False where the groups differ in size."""
+    """Add an optimizer whose keys are numbers, under these names. Return False if the groups differ in size."""
     saved = given["param_groups"]
     if [len(group["params"]) for group in saved] != [len(names) for names in groups]:
         return False

@@ -3,8 +3,8 @@
 The standard library's unpickler does the parsing, with three restrictions. Its table of opcodes is an allowlist: plain
 values, containers, and names. A name is looked up in the table at the end of this file and never imported; a tensor
 becomes a description of bytes in a file, and other classes become records of their arguments. The opcodes that would
-call an object or set its attributes accept our own inert `Maker` and `Record` only. Memory grows with the length of
-the pickle and no faster, whatever it counts or repeats.
+call an object or set its attributes accept our own inert `Maker` and `Record` only. The memory in use is at most
+proportional to the length of the pickle, even if the pickle claims large sizes or repeats values.
 """
 
 import io
@@ -22,12 +22,12 @@ from ..index import count, counts, shape_from
 
 MAX_PICKLE_BYTES = 512 << 20
 _MAX_KEY_LENGTH = 64
-_MAX_INT_BITS = 128  # integers are sizes and counts
+_MAX_INT_BITS = 128  # enough for sizes and counts
 _MAX_NESTING = 1000
-# A container takes one byte of a pickle and this many bytes of memory.
+# A container may be one byte in a pickle; in memory it takes about this many bytes.
 _CONTAINER_BYTES = 60
-# A pickle may have this many, and one more for every six of its bytes; the densest pickles of torch, lists of chunk
-# offsets, have one in nine.
+# A pickle may have this many containers, and one more for every six of its bytes. The densest pickles of torch, which
+# are lists of chunk offsets, have one container in nine bytes.
 _MANY_CONTAINERS = 1_000_000
 
 _Load = Callable[[Any], object]
@@ -35,16 +35,16 @@ _Load = Callable[[Any], object]
 
 @dataclass(frozen=True, slots=True)
 class Maker:
-    """A name in a pickle from which values are made. `make` gets the arguments of the pickle, and must check them."""
+    """Our function for a class or function that a pickle names. `make` must check the arguments from the pickle."""
 
     name: str
     make: Callable[..., Any]
-    item_bytes: int = 0  # the memory that each item of the first argument takes in the value
+    item_bytes: int = 0  # bytes of memory that the value takes for each item of the first argument
 
 
 @dataclass(slots=True, eq=False)
 class Record:
-    """An object that is only described: its arguments and the state that it was given."""
+    """A description of an object that is not built: the name of its class, its arguments and its state."""
 
     name: str
     args: tuple[Any, ...] = ()
@@ -161,7 +161,7 @@ class _Unpickler(pickle._Unpickler):
         if type(maker) is not Maker or type(args) is not tuple:
             what = maker.name if isinstance(maker, Record) else type(maker).__name__
             raise CheckpointError(f"a pickle calls a {what}, which cannot be called: it is not loaded")
-        # Many calls may share one long argument through the memo.
+        # Many calls may use one long argument again, through the memo. So its length counts in every call.
         self.count(1 + (len(args[0]) * maker.item_bytes // _CONTAINER_BYTES if maker.item_bytes and args else 0))
         self.stack.append(maker.make(*args))
 
@@ -182,7 +182,7 @@ _STANDARD: dict[int, _Load] = pickle._Unpickler.dispatch  # type: ignore[assignm
 
 
 def _standard(names: str, check: Callable[[_Unpickler], object] | None = None) -> dict[int, _Load]:
-    """Return the standard library's implementation of some opcodes, each after a check of the stack."""
+    """Return the standard library's implementation of some opcodes. If `check` is given, it runs before each."""
 
     def checked(load: _Load) -> _Load:
         return load if check is None else lambda unpickler: (check(unpickler), load(unpickler))
@@ -253,7 +253,7 @@ def _set(items: Any = ()) -> set[Any]:
 
 
 def _bytes(text: Any = "", encoding: Any = "latin1") -> bytes:
-    """Decode bytes as protocol 2 writes them."""
+    """Return bytes, which protocol 2 writes as latin-1 text."""
     if type(text) is not str or encoding != "latin1":
         raise ValueError("bytes in an unknown encoding")
     return text.encode("latin1")
