@@ -1,6 +1,6 @@
 """Find a checkpoint, whichever library wrote it, and read elements out of its files as they were written.
 
-Where the index has checksums, bytes are read in the blocks of these checksums, and a block that has changed is refused.
+If the index has checksums, a file is read in the blocks that they cover, and a block that has changed is an error.
 Threads read and check blocks ahead of the one in use; a few blocks stay in memory, for neighbouring tensors.
 """
 
@@ -35,13 +35,13 @@ _LOOKED_FOR = (
     f"({dcp.MODEL_PART}), DeepSpeed ({deepspeed.LATEST}, *_model_states.pt), Hugging Face "
     f"({', '.join(hugging_face.NAMES)})"
 )
-# In a folder of ours, none of these files is a checkpoint by itself.
+# Files of one of our checkpoints. None of them is a checkpoint by itself.
 _OWN_FILE = re.compile(rf"{re.escape(folder.INDEX)}|{folder.MARKER}|rank-\d+\.safetensors")
 _MAX_OPEN = 64
 _NUM_AHEAD, _NUM_IN_MEMORY = 4, 7  # blocks
 # Block size in files without checksums: for large tensors, and for neighbouring small ones.
 _UNSUMMED_BYTES, _SHARED_BYTES = 1 << 20, 1 << 16
-# Smaller files have small blocks, and the kernel's own read-ahead then reads more at once.
+# Minimum file size for O_DIRECT. Smaller files have small blocks; there the kernel's read-ahead reads more at once.
 _DIRECT_BYTES = 1 << 30
 
 
@@ -49,7 +49,7 @@ _Block = tuple[int, Check]  # the number of a file, and some bytes of it
 
 
 class Reader:
-    """The files of a checkpoint. A file whose length differs from the index is refused.
+    """Reads tensors from the files of a checkpoint. A file whose length differs from the index is an error.
 
     `is_shared`: other processes on this machine read the same bytes, so the page cache is used.
     """
@@ -59,7 +59,7 @@ class Reader:
         self._files = files
         self._is_shared = is_shared
         self._opened = lru_cache(_MAX_OPEN)(self._open)
-        # The memory and the read of each block; the most recently used one is last.
+        # For each block, its memory and the result of its read. The most recently used block is last.
         self._reads: OrderedDict[_Block, tuple[mmap.mmap, Future[Tensor]]] = OrderedDict()
         self._planned: Iterator[_Block] = iter(())
         self._ahead: deque[_Block] = deque()  # planned blocks whose read has started
@@ -128,12 +128,12 @@ class Reader:
     def _read_ahead(self, *in_use: _Block) -> None:
         while len(self._ahead) < _NUM_AHEAD and (planned := next(self._planned, None)) is not None:
             if planned not in self._ahead and planned not in in_use:
-                with suppress(DamageError):  # it is raised again when its turn comes
+                with suppress(DamageError):  # it is raised again when this block is needed
                     self._begin(planned, *in_use)
                     self._ahead.append(planned)
 
     def _begin(self, block: _Block, *in_use: _Block) -> Future[Tensor]:
-        """Start to read a block, unless it is in memory: into new memory, or into that of the least recently used."""
+        """Start to read a block that is not in memory yet, into new memory or that of the least recently used block."""
         number, about = block
         if block in self._reads:
             self._reads.move_to_end(block)
@@ -174,7 +174,7 @@ class Reader:
 
     def __exit__(self, *exception: object) -> None:
         self._threads.shutdown()
-        # The caches refer to this object, which would keep its files and memory until the next garbage collection.
+        # The caches and this object refer to each other: its files and memory would stay until a garbage collection.
         self._opened.cache_clear()
         self._reads.clear()
 
@@ -197,16 +197,16 @@ class Opened:
     index: Index
 
     def reader(self, is_shared: bool = False) -> Reader:
-        """Return a reader of its files. `is_shared`: others on this machine read the same bytes."""
+        """Return a reader of its files. `is_shared`: other processes on this machine read the same bytes."""
         return Reader(self.folder, self.index.files, is_shared)
 
 
 def open_checkpoint(path: Path, groups: Groups = ()) -> Opened:
     """Open any checkpoint, ours or another library's. Tensors are not read.
 
-    The path of a run leads to its newest complete checkpoint, and a folder of the Trainer's or of Accelerate's to the
-    checkpoint in it. `groups`: the parameters that an optimizer has, for one that was saved by number. Raises
-    CheckpointError, with the path, where there is none or it cannot be understood.
+    In a run folder, open the newest complete checkpoint; in a checkpoint folder of Hugging Face's Trainer or of
+    Accelerate, ours in it. `groups`: parameter names by group, for optimizer state that has numbers as keys. Raise
+    CheckpointError, with the path, if there is no checkpoint or it cannot be understood.
     """
     with folder.os_errors_as(CheckpointError, f"cannot read {path}"):
         path, text = folder.newest_in(path), None

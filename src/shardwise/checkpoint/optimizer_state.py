@@ -1,8 +1,8 @@
 """The optimizer's part of a checkpoint: its state of each parameter, and the settings of its groups.
 
-State with the shape of a rank's part of a parameter is cut like the parameter. Quantised state (torchao's 8 bits) is
-stored in blocks that depend on the cut, so it is saved as fp32 and quantised again when it is loaded. A block never
-crosses a shard, so the loaded values are the saved ones.
+State with the shape of a rank's part of a parameter is sharded like the parameter. Quantised state (torchao's 8-bit
+optimizers) has blocks whose borders depend on the sharding, so it is saved as fp32 and quantised again when it is
+loaded. A block never lies in two shards, so the loaded values are the saved ones.
 """
 
 import json
@@ -27,7 +27,7 @@ from .index import NAMES, Optimizer, Plain, Saved, Stored
 # These settings choose how updates are computed, not their values: the running program sets them.
 _RUNTIME_SETTINGS = ("params", "foreach", "fused", "capturable", "differentiable")
 
-# The optimizers of a model, none, one or several: a checkpoint holds their groups one after the other.
+# Zero or more optimizers of one model. A checkpoint holds their groups one after the other.
 Optimizers = Sequence[ShardedOptimizer]
 
 
@@ -52,7 +52,7 @@ class Home:
 
 
 def homes_in(optimizers: Optimizers) -> dict[Tensor, Home]:
-    """Return the home of each parameter, by this rank's part of it."""
+    """Return the `Home` of each parameter. The keys are this rank's parts of the parameters."""
     groups = [
         (each, group, shards)
         for each in optimizers
@@ -81,7 +81,7 @@ def describe_optimizers(optimizers: Optimizers) -> Optimizer | None:
     for group in _groups_of(optimizers):
         plain = {}
         for key, value in group.items():
-            # The running program sets values that JSON cannot hold (a function, for example).
+            # Values that JSON cannot hold (a function, for example) are not saved: the running program sets them.
             with suppress(TypeError, ValueError, RuntimeError):
                 if key not in _RUNTIME_SETTINGS and isinstance(value, (Tensor, list, tuple, Plain)):
                     plain[key] = json.loads(json.dumps(value, default=Tensor.item))
@@ -95,7 +95,7 @@ def restore_optimizers(optimizers: Optimizers, saved: Optimizer, keep_groups: bo
     for group, key, value in () if keep_groups else _settings(optimizers, saved):
         now = group.get(key)
         if isinstance(now, Tensor):
-            # In place: schedulers, compiled updates and recordings hold this tensor.
+            # In place: schedulers, compiled updates and CUDA graphs hold this tensor.
             now.fill_(value)
         else:
             group[key] = tuple(value) if isinstance(now, tuple) else value
@@ -163,7 +163,7 @@ def describe_state(
 
 
 def stored_row(optimizer: ShardedOptimizer, resting: Tensor, key: str, part: slice = slice(None)) -> Tensor:
-    """Return a tensor of state, or a part of it, as a row of plain numbers, as it is written."""
+    """Return a state tensor, or a part of it, as it is written: one-dimensional, and not quantised."""
     value = optimizer.stored_state(resting, key)
     if type(value) is not Tensor:
         value = value.dequantize()
@@ -171,7 +171,7 @@ def stored_row(optimizer: ShardedOptimizer, resting: Tensor, key: str, part: sli
 
 
 def _stored_dtype(optimizer: ShardedOptimizer, value: Tensor) -> torch.dtype:
-    """Return fp32 for quantised state: whether a shard is quantised depends on its length, and all are stored alike."""
+    """Return the dtype to write: fp32 if the optimizer quantises, also for short shards, which it does not quantise."""
     return torch.float32 if _is_low_bit(optimizer) and value.is_floating_point() else value.dtype
 
 
@@ -194,7 +194,7 @@ def restore_state(home: Home, resting: Tensor, saved: Saved, read: Callable[[str
         elif key == "step" and isinstance(item, (int, float)) and isinstance(state.get(key), Tensor):
             state[key].fill_(item)
         elif key == "step" and isinstance(item, (int, float)) and type(inner).__module__.startswith("torch.optim"):
-            state[key] = torch.tensor(float(item), device=_device_of_steps(home, resting))  # as torch's own count
+            state[key] = torch.tensor(float(item), device=_device_of_steps(home, resting))  # like torch's own
         else:
             state[key] = item
     if not state:
@@ -205,16 +205,16 @@ def restore_state(home: Home, resting: Tensor, saved: Saved, read: Callable[[str
 def _restored(
     home: Home, resting: Tensor, saved: Saved, key: str, target: Any, read: Callable[[str, Tensor], None]
 ) -> Tensor:
-    """Read a tensor of state into `target`, or, where that has another form, into a new tensor."""
+    """Read a state tensor into `target`, or into a new tensor if `target` has another shape or dtype."""
     item, is_split, is_low_bit = saved.stored_state[key], saved.is_split(key), _is_low_bit(home.optimizer)
     shape = resting.shape if is_split else torch.Size(item.shape)
-    # In the masters' dtype where it was saved in theirs.
+    # If the state had the dtype of the saved masters, it gets the dtype of the masters now.
     dtype = resting.dtype if is_split and item.dtype == saved.dtype else item.torch_dtype
     is_reused = isinstance(target, Tensor) and not isinstance(target, OnDisk) and target.shape == shape
     # Only quantised state accepts values of any dtype.
     is_reused &= type(target) is not Tensor or (target.dtype == dtype and target.is_contiguous())
     if not is_reused and is_split and is_low_bit:
-        # The optimizer itself decides what it quantises; its squares have no sign.
+        # The optimizer itself decides what it quantises. It quantises second moments (`*_sq`) without a sign.
         target = home.optimizer.inner._new_buffer(resting, not key.endswith("_sq"))  # type: ignore[attr-defined]
     elif not is_reused:
         device = _device_of_steps(home, resting) if key == "step" else resting.device
@@ -224,9 +224,9 @@ def _restored(
         return target
     values = torch.empty(shape, dtype=item.torch_dtype, device=resting.device)
     read(key, values.view(-1))
-    # torchao's levels include 1 but not -1: a block whose largest element is negative becomes smaller, by the lowest
-    # level, and would shrink again with every save. That element gets its old size back, so that values which were
-    # quantised before get the same codes again.
+    # torchao's quantisation levels include 1 but not -1. If the largest element of a block is negative, it becomes the
+    # lowest level times the scale, which is smaller, and the block would shrink with every save. So divide this element
+    # by the lowest level first: values that were quantised before get the same codes again.
     if "qmap" in target.__tensor_flatten__()[0] and target.qmap[0] < 0:
         blocks = values.view(-1, target.block_size)
         low, high = blocks.amin(1, keepdim=True), blocks.amax(1, keepdim=True)
@@ -237,6 +237,6 @@ def _restored(
 
 
 def _device_of_steps(home: Home, resting: Tensor) -> torch.device:
-    """Return the device of a count of steps, as torch loads it: the host, unless the update reads it on the device."""
+    """Return the device of a step count, as torch loads it: the CPU, unless the update reads it on the device."""
     settings = home.settings
     return resting.device if settings.get("capturable") or settings.get("fused") else torch.device("cpu")

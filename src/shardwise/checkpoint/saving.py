@@ -5,10 +5,10 @@
        files that all ranks share. The offsets follow from the shapes alone, so nothing is gathered.
     3. rank 0 collects the list of written parts, and writes the index, then the marker; then it renames the folder.
 
-After each phase the ranks wait for each other: a failure on one rank is raised on all, and an older checkpoint stays.
-In the background (`start_save`) a thread does the same, over a group of its own, from copies on the host. A rank may
-notice a failure a step earlier than another, and would leave the others waiting in a collective. So the threads agree
-on a step that no rank has begun yet, and every rank raises there.
+After each phase the ranks wait for each other: a failure on one rank is raised on all, and an older checkpoint is kept.
+In the background (`start_save`) a thread does the same, with its own process group, from copies on the host. A rank may
+notice a failure a step earlier than another; if it raised then, the others would wait in a collective. So the threads
+agree on a step that no rank has begun yet, and every rank raises in that step.
 """
 
 import itertools
@@ -58,7 +58,7 @@ def save(
     extra: Mapping[str, Any] | None = None,
     whole: bool = False,
 ) -> None:
-    """Write the model's weights and buffers, the optimizer's state and `extra` (JSON, rank 0's) to a folder.
+    """Write the model's weights and buffers, the optimizer's state, and rank 0's `extra` (JSON) to a folder.
 
     Every rank calls it between steps, with the same path on a file system that all of them share. An existing
     checkpoint is replaced once the new one is complete. Gradients are not saved. With `whole`, every tensor is stored
@@ -79,8 +79,8 @@ def start_save(
     """Save like `save`, but in a thread: return when everything is copied to the host, so that training goes on.
 
     The host memory is reused by the next save. The next save, of either kind and of any model, waits for this one. If
-    it fails, a later `optimizer.step()` raises, the same one on every rank; so does `finish()` of the returned value.
-    State that is offloaded to disk does not fit on the host, and is refused.
+    this one fails, a later `optimizer.step()` raises, in the same step on every rank; so does `finish()` of the
+    returned value. State that is offloaded to disk does not fit on the host, and is refused.
     """
     engine = engine_of(model)
     on_disk = next((unit for unit in engine.schedule.units if unit.layout.uses_disk), None)
@@ -123,7 +123,7 @@ def _prepare(
 def begin_between_steps(
     engine: Engine, verb: str, path: str | os.PathLike[str], optimizers: Optimizers, facts: Facts = ()
 ) -> None:
-    """Wait for transfers and for the last save, refuse half an update, and require the same request on all ranks."""
+    """Wait for transfers and for the last save. Raise in the middle of an update, or if the ranks' requests differ."""
     engine.reductions.refuse_after_early(verb)
     finish_last()
     engine.rest()
@@ -216,9 +216,9 @@ def _complete(place: Path, share: Share, written: Sequence[_Written]) -> None:
 
 
 def together(world: Channel, do: Callable[[], T], error: type[CheckpointError] | None = None) -> T:
-    """Run `do` on every rank and wait for all. If it fails on one, raise on every rank, with the first one's reason.
+    """Run `do` on every rank and wait for all. If it fails, raise on every rank the reason of the first that failed.
 
-    The exception is an `error`; by default, it has the class of the CheckpointError on that rank.
+    The exception has the class `error`; by default, that of the CheckpointError on that rank.
     """
     result, failure, reports = attempt(world, do, CheckpointError, CheckpointError)
     first = next((report for report in reports if report is not None), None)
@@ -229,7 +229,7 @@ def together(world: Channel, do: Callable[[], T], error: type[CheckpointError] |
     return result  # type: ignore[return-value]
 
 
-# For the copies of background saves, by engine: allocated once, and page-locked if they come from a device.
+# Host memory for the copies of background saves, by engine: allocated once, and pinned if the state is on a GPU.
 _host_memory: "WeakKeyDictionary[Engine, Arena]" = WeakKeyDictionary()
 
 
@@ -252,7 +252,7 @@ def copy_to_host(engine: Engine, share: Share) -> Share:
 
 
 class Saving:
-    """A save that is under way."""
+    """A save that a background thread is writing."""
 
     def __init__(self, engine: Engine, channel: Channel, write: Callable[[], None]) -> None:
         self._engine = engine
@@ -262,7 +262,7 @@ class Saving:
         self._began = self._ended = time.perf_counter()
         self._num_steps = 0
         self._lock = threading.Lock()
-        self._agreed = threading.Event()  # on the step at which a failure is raised
+        self._agreed = threading.Event()  # set when the ranks have agreed on `_raise_at`
         self._raise_at = 0
         # Not a daemon: a program that ends waits until its checkpoint is written.
         self._thread = threading.Thread(target=self._run, name="shardwise-save")
@@ -281,7 +281,7 @@ class Saving:
 
     @property
     def seconds(self) -> float:
-        """Seconds from the copy to the end of the writing."""
+        """Seconds from the end of the copy to the end of the writing."""
         return self._ended - self._began
 
     def finish(self) -> None:
@@ -324,11 +324,11 @@ class Saving:
             _under_way.remove(self)
 
 
-# At most one, for all models: the threads of two would use one channel at the same time.
+# At most one save, whatever the model: the threads of two saves would use one channel at the same time.
 _under_way: list[Saving] = []
 
 
 def finish_last() -> None:
-    """Wait for the save that is under way; raise if it failed and that was not raised before."""
+    """Wait for the save in the background. Raise its failure, unless that was raised before."""
     for last in tuple(_under_way):
         last.finish()

@@ -27,9 +27,9 @@ from .tensor_files import Source
 
 @dataclass(frozen=True, slots=True)
 class Portion(Source):
-    """Elements of a tensor that this rank writes: of the model, or of the optimizer's state under `key`.
+    """A range of elements that this rank writes: of a tensor of the model, or of its optimizer state under `key`.
 
-    Its `name`, in a file of this rank, is for people and other tools; the index finds it by its place.
+    Its `name` in a file of this rank is for people and other tools; the index refers to it by file and offset.
     """
 
     tensor: str
@@ -48,7 +48,7 @@ def _portion(tensor: str, key: str | None, of: Stored, interval: Interval, read:
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """A rank's share. `tensors`: the tensors that this rank knows, without pieces. `extra`: the program's values."""
+    """A rank's share. `tensors`: the tensors that this rank knows, without pieces. `extra`: the user's values."""
 
     tensors: dict[str, Saved]
     portions: list[Portion]
@@ -111,7 +111,7 @@ def _described(spec: Param, flat: Flat) -> Saved:
 
 
 def buffers_of(model: nn.Module, engine: Engine) -> dict[str, Tensor]:
-    """Return persistent buffers, and parameters that are not sharded (integers), by their keys in the state dict."""
+    """Return persistent buffers, and parameters that are not sharded (of integers), by key in the state dict."""
     buffers = {}
     for key, value in own_state_dict(model, engine).items():
         if not isinstance(value, Tensor):
@@ -123,7 +123,7 @@ def buffers_of(model: nn.Module, engine: Engine) -> dict[str, Tensor]:
 
 
 def _span_to_write(flat: Flat) -> Interval:
-    """Return the interval of this rank's part that it writes; ranks with the same part write the rest."""
+    """Return the interval that this rank writes: a part of what it holds. Ranks that hold the same write the rest."""
     own = flat.spans[flat.depth_of_master]
     sizes, indices = flat.axis_sizes[flat.depth_of_master :], flat.axis_indices[flat.depth_of_master :]
     number = 0
@@ -134,7 +134,7 @@ def _span_to_write(flat: Flat) -> Interval:
 
 
 def merge_shares(shares: Iterable[Mapping[str, Saved]]) -> dict[str, Saved]:
-    """Combine the tensors that each rank wrote, their pieces in order. Plain values are those of the first rank."""
+    """Combine the tensors that each rank wrote, their pieces in order. Plain values come from the first part."""
     merged: dict[str, list[Saved]] = {}
     for share in shares:
         for name, saved in share.items():

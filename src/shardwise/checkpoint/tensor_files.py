@@ -1,9 +1,9 @@
 """Write files of tensors in the safetensors format a block at a time, with checksums, and read their headers.
 
 The format is eight bytes with the length of a JSON header, the header (dtype, shape and place of every tensor), and the
-tensors' bytes. The library's own writer is not used: here a write needs only a few blocks of memory in addition to the
-tensor, every block gets a checksum, and the page cache is bypassed where the file system allows it. While one block is
-being filled, others are summed and written.
+tensors' bytes. The safetensors library's own writer is not used: here a write needs only a few blocks of memory in
+addition to the tensor, every block gets a checksum, and the page cache is bypassed where the file system allows it.
+While one block is filled, threads compute the checksums of other blocks and write them.
 """
 
 import json
@@ -32,14 +32,14 @@ from .index import DTYPES, MAX_NAME, NAMES, Check, File, Stored, counts, in_word
 BLOCK_BYTES = 8 << 20
 _NUM_BLOCKS = 4
 _MIN_CHECK_BYTES, _MOST_CHECKS = 1 << 20, 1024
-MAX_HEADER_BYTES = 100_000_000  # the library does not open longer ones
+MAX_HEADER_BYTES = 100_000_000  # the safetensors library does not open longer ones
 OnBytes = Callable[[int], None]  # called with the number of bytes that were processed since the last call
 
 
 def check_bytes(num_bytes: int) -> int:
     """Return how many bytes of a file of this size share a checksum.
 
-    All of them are read for a single element, so they should be few; but the index of a large file must stay short.
+    To read one element, all of them are read, so they should be few. But the index of a large file must stay short.
     """
     size = _MIN_CHECK_BYTES
     while size < BLOCK_BYTES and num_bytes > _MOST_CHECKS * size:
@@ -48,7 +48,7 @@ def check_bytes(num_bytes: int) -> int:
 
 
 def write_stream(path: Path, contents: Iterable[Tensor], check_bytes: int) -> File:
-    """Write a new file from its beginning to its end, and wait until the disk has it.
+    """Write a new file from its beginning to its end, and wait until it is on disk.
 
     The tensors may be on any device. `check_bytes`: 0 writes no checksums.
     """
@@ -81,13 +81,13 @@ def _bytes_of(content: Tensor) -> Tensor:
 
 
 class _Block:
-    """Memory for some bytes, and the thread that sums them and brings them to the disk.
+    """A buffer, and the thread that computes the checksums of its bytes and writes them to a file.
 
-    Not an executor's thread: those end with the main thread, and a save may outlive it.
+    It is not a thread of an executor: those end with the main thread, and a background save may run longer.
     """
 
     def __init__(self) -> None:
-        self._memory = mmap.mmap(-1, BLOCK_BYTES)  # of whole pages, as O_DIRECT wants them
+        self._memory = mmap.mmap(-1, BLOCK_BYTES)  # whole pages, as O_DIRECT requires
         self._row = torch.frombuffer(self._memory, dtype=torch.uint8)
         self.num_bytes = 0  # filled, and not yet written
         self._thread: threading.Thread | None = None
@@ -106,7 +106,7 @@ class _Block:
         num_bytes, self.num_bytes = self.num_bytes, 0
         thread = threading.Thread(None, self._write, "shardwise-disk", (file, num_bytes, offset, check_bytes))
         thread.start()
-        self._thread = thread  # one that could not be started is not waited for
+        self._thread = thread  # set after the start: a thread that could not start cannot be joined
         return num_bytes
 
     def finish(self) -> list[Check]:
@@ -130,12 +130,12 @@ class _Block:
                     part = view[at : min(num_bytes, at + check_bytes)]
                     self._checks.append(Check(offset + at, len(part), zlib.crc32(part)))
                 write_at(file, view[:end], offset)
-            except Exception as error:  # noqa: BLE001  whatever it is, it is raised where the file is finished
+            except Exception as error:  # noqa: BLE001  `finish` raises it in the thread that writes the file
                 self._failure = error
 
 
 def write_pieces(path: Path, pieces: Iterable[tuple[int, Tensor]], check_bytes: int) -> list[Check]:
-    """Write into a file at these offsets, while other ranks write elsewhere in it."""
+    """Write rows at their offsets in a file, while other ranks write elsewhere in it. Return the checksums."""
     checks = []
     staged = torch.empty(check_bytes, dtype=torch.uint8)
     file = os.open(path, os.O_WRONLY | os.O_CREAT, 0o666)
@@ -175,7 +175,7 @@ class Source:
         return whole.view(self.shape)
 
     def checked_rows(self, on_bytes: OnBytes = lambda num_bytes: None) -> Iterator[Tensor]:
-        """Yield the rows; raise CheckpointError where they are not what the file's header says."""
+        """Yield the rows; raise CheckpointError if they differ from the file's header."""
         num_bytes = 0
         for row in self.rows():
             if row.dtype != self.dtype:
@@ -188,7 +188,7 @@ class Source:
 
 
 def whole_name(key: str | None, name: str) -> str:
-    """Return the name that a whole tensor has in a file: one of the model, or of the optimizer's state under `key`."""
+    """Return the name of a whole tensor in a file: a tensor of the model, or its optimizer state under `key`."""
     return name if key is None else f"{key}/{name}"
 
 
@@ -203,7 +203,7 @@ class Layout:
 
 
 def lay_out(sources: Sequence[Source], metadata: Mapping[str, str] | None = None) -> Layout:
-    # Widest first, so that every tensor is aligned to its own elements.
+    # Widest dtype first, so that the offset of every tensor is a multiple of its element size.
     sources = sorted(sources, key=lambda source: -source.dtype.itemsize)
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     places: dict[str, int] = {}
@@ -227,7 +227,7 @@ def lay_out(sources: Sequence[Source], metadata: Mapping[str, str] | None = None
 
 
 def write_file(path: Path, layout: Layout, on_bytes: OnBytes = lambda num_bytes: None, is_summed: bool = True) -> File:
-    """Write the tensors, and wait until the disk has them. `is_summed`: with a checksum for every block."""
+    """Write the tensors, and wait until they are on disk. `is_summed`: with a checksum for every block."""
     rows = (row for source in layout.sources for row in source.checked_rows(on_bytes))
     with os_errors_as(SaveError, f"cannot write {path}"):
         return write_stream(path, chain([layout.header], rows), check_bytes(layout.num_bytes) if is_summed else 0)
@@ -247,8 +247,8 @@ def read_header(path: Path, file: int = 0) -> dict[str, Stored]:
         raise CheckpointError(f"{path} is no safetensors file: {in_words(error)}") from error
 
 
-# A hundred megabytes of JSON can be gigabytes of values, so no more than one entry is parsed at a time. The patterns do
-# not backtrack, so they take no memory.
+# A hundred megabytes of JSON can become gigabytes of Python values, so one entry is parsed at a time. The patterns
+# never backtrack, so matching takes no memory.
 _BLANK, _STRING = r"[ \t\n\r]*+", r'"[^"\\]*+(?:\\.[^"\\]*+)*+"'
 _PAIR_OF_STRINGS = f"{_STRING}{_BLANK}:{_BLANK}{_STRING}{_BLANK}"
 _METADATA = rf"\{{{_BLANK}(?:{_PAIR_OF_STRINGS}(?:,{_BLANK}{_PAIR_OF_STRINGS})*+)?+\}}"
@@ -272,7 +272,7 @@ def _entries(header: str) -> Iterator[tuple[str, Any]]:
             raise ValueError(f"character {at} of its header does not begin a tensor's name, dtype, shape and offsets")
         at, end = pair.end(), pair[3]
         if pair[1] is not None:
-            # One character of a name may be escaped as twelve.
+            # JSON may escape one character of a name as twelve: two times \uXXXX.
             if pair.end(1) - pair.start(1) > 12 * MAX_NAME or len(key := json.loads(pair[1])) > MAX_NAME:
                 raise ValueError(f"the name of a tensor is too long: at most {MAX_NAME:,} characters are read")
             yield key, json.loads(pair[2])
