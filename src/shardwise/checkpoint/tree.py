@@ -17,9 +17,9 @@ _NUMBER = re.compile(r"^[0-9]{1,18}(?![0-9])")
 
 
 def totals_of(index: Index) -> dict[str, Any]:
-    """Return bytes by class, and counts; None if another library's files lack them.
+    """Return bytes by class, and counts. A value is None if the files of another library do not have it.
 
-    A possible buffer counts as a weight. `dtypes`: of the model, elements by dtype.
+    A tensor that may be a buffer counts as a weight. `dtypes`: number of elements of the model's tensors, by dtype.
     """
     tensors = index.tensors.values()
     params = [saved for saved in tensors if saved.kind != "buffer"]
@@ -77,14 +77,14 @@ class Node:
 
 
 def tree_of(tensors: Mapping[str, Saved]) -> Node:
-    """Build the tree. A module with a single child shares its line: `model.norm.weight`."""
+    """Build the tree. A module with a single child is on one line with it: `model.norm.weight`."""
     root: dict[str, Any] = {}
     for name, saved in tensors.items():
         place = root
         *path, last = name.split(".", _MAX_DEPTH)
         for part in path:
             below = place.setdefault(part, {})
-            # A name may also be the beginning of another.
+            # The name of a tensor may also be the beginning of another name: `a` and `a.b`.
             place = below if isinstance(below, dict) else place.setdefault(f"{part}.", {})
         place[f"{last} " if isinstance(place.get(last), dict) else last] = saved
     return _node("", root)
@@ -108,7 +108,7 @@ def _node(name: str, content: dict[str, Any] | Saved) -> Node:
             children.append(child)
             first = number
         last, last_form = number, form
-    # `layers` with one line under it is that line.
+    # A module with one line under it is merged with that line.
     if len(children) == 1 and name:
         children[0].name = f"{name}.{children[0].name}"
         return children[0]

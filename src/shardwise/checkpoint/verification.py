@@ -25,10 +25,10 @@ from .tensor_files import OnBytes
 
 @dataclass(slots=True)
 class Report:
-    """The results of a verification. A checkpoint that is not complete was not finished, or not yet.
+    """The results of a verification. `is_complete` is False if the save failed, or has not finished yet.
 
-    `damage` prevents loading; `not_finite` lists tensors with infinite or NaN values. A checkpoint that `is_refused` is
-    undamaged but cannot be read, for example because its format is newer: a run does not skip it.
+    `damage` prevents loading; `not_finite` lists tensors with infinite or NaN values. `is_refused`: it is not damaged
+    but cannot be read, for example because its format is newer. A resumed run stops there, and takes no older one.
     """
 
     path: Path
@@ -52,7 +52,7 @@ class Report:
 
 
 def look_at(path: Path) -> tuple[Report, Opened | None]:
-    """Check everything but the tensors; the second value is None where the tensors cannot be checked."""
+    """Check everything but the tensors' bytes. Return the opened checkpoint as well, or None if it cannot be opened."""
     report = Report(path, is_complete=folder.find(path) is not None or not _is_begun(path))
     try:
         if _is_own(path):
@@ -77,7 +77,7 @@ def _is_own(path: Path) -> bool:
 
 
 def _is_begun(path: Path) -> bool:
-    """Return whether it is one of our checkpoints, or an unfinished one."""
+    """Return whether a path is one of our checkpoints, complete or unfinished."""
     siblings = (step_folder(path.parent, step) for step in all_steps(path.parent))
     return _is_own(path) or folder.partial_of(path).is_dir() or path in siblings
 
@@ -91,7 +91,7 @@ def checkpoints_in(path: Path) -> list[Path]:
 
 
 def parts_of_others(path: Path) -> list[Path]:
-    """Return our checkpoints in a folder of the Trainer or of Accelerate, then its weight files; empty without ours."""
+    """Return our checkpoints in a folder of Hugging Face's Trainer or Accelerate, then its weight files. Else []."""
     names = {place.name.removesuffix(".partial") for place in path.glob(f"{INSIDE}*") if place.is_dir()}
     parts = [path / name for name in sorted(names) if re.fullmatch(rf"{INSIDE}(_\d+)?", name)]
     return [*parts, *sorted(path.glob("*.safetensors"))] if parts else []
@@ -129,9 +129,9 @@ def verify(report: Report, opened: Opened, on_bytes: OnBytes) -> None:
 
 
 def _parts(index: Index) -> list[list[tuple[str, int, Stored]]]:
-    """Return what to read of each file, in order: a tensor's name, the number of its first element there, its place.
+    """Return the parts of each file to read, in order: name of the tensor, number of the part's first element, place.
 
-    Bytes of no floating-point tensor have no name. Without checksums, only the numbers can be checked.
+    Bytes outside of floating-point tensors have an empty name, and are read only to compare checksums, if any.
     """
     files: list[list[tuple[str, int, Stored]]] = [[] for _ in index.files]
     for name, stored in index.every_stored():
@@ -151,7 +151,7 @@ def _parts(index: Index) -> list[list[tuple[str, int, Stored]]]:
 
 
 def _values(reader: Reader, stored: Stored, damage: list[str], on_bytes: OnBytes) -> Iterator[tuple[int, Tensor]]:
-    """Yield the values of one piece, each row with the number of its first element. Damaged blocks are listed."""
+    """Yield the values of one piece, each row with the number of its first element. Add damaged blocks to `damage`."""
     (piece,), size = stored.pieces, stored.torch_dtype.itemsize
     at = 0
     while at < stored.num_elems:
@@ -170,10 +170,10 @@ def _values(reader: Reader, stored: Stored, damage: list[str], on_bytes: OnBytes
 
 
 def _not_finite(values: Tensor) -> tuple[int, int, str] | None:
-    """Return how many values are not finite, and the first of them; None if all are."""
+    """Return the number of values that are not finite, the index of the first and its value. None if all are finite."""
     if values.dtype.itemsize == 1:
         values = values.float()
-    # The sum is fast, and not finite where any of its terms is not; it may also overflow by itself.
+    # The sum is fast. It is not finite if any term is not; it may also overflow, so the terms are then checked.
     wide = torch.float32 if values.dtype.itemsize < 4 else values.dtype
     if cmath.isfinite(values.sum(dtype=wide).item()):
         return None

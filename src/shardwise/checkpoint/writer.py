@@ -1,9 +1,9 @@
 """Write checkpoints and folders of weights without ranks, in memory of a few blocks.
 
 The tensors to write are given as `Source`s: which file a tensor goes into follows from the shapes alone, and its
-elements are read when its turn comes. So any checkpoint is converted into another as a stream. Nothing is lost on the
-way into our own format: frozen weights, buffers, tied names, the optimizer's groups and state, and `extra`. A folder
-gets its name when the disk has all of it.
+elements are read when it is written. So any checkpoint is converted into another as a stream. Our own format keeps
+everything: frozen weights, buffers, tied names, the optimizer's groups and state, and `extra`. A folder gets its final
+name when all of it is on disk.
 """
 
 import json
@@ -28,7 +28,7 @@ from .index import File, Index, Piece, Stored, one_piece, require_sound, to_json
 from .opened import Opened, Reader
 from .tensor_files import Layout, OnBytes, Source, lay_out, whole_name, write_file
 
-MAX_FILE_BYTES = 5 * 10**9  # as Hugging Face's libraries do
+MAX_FILE_BYTES = 5 * 10**9  # as in Hugging Face's libraries
 WEIGHTS_INDEX = "model.safetensors.index.json"
 NOTE = "shardwise.json"  # in an exported folder: its writer and its source
 
@@ -69,7 +69,7 @@ def split(sources: Iterable[Source], max_bytes: int) -> list[list[Source]]:
 def write_sources(
     path: Path, sources: Sequence[Source], on_bytes: OnBytes, is_summed: bool = False
 ) -> tuple[File, Layout]:
-    """Write one file, with checksums if `is_summed`, and wait until the disk has it."""
+    """Write one file, with checksums if `is_summed`, and wait until it is on disk."""
     layout = lay_out(sources, {"format": "pt"})  # transformers requires this entry
     return write_file(path, layout, on_bytes, is_summed), layout
 
@@ -101,7 +101,7 @@ def write_weights(into: Path, sources: Sequence[Source], max_bytes: int, on_byte
 
 @contextmanager
 def new_folder(folder: Path) -> Iterator[Path]:
-    """Make a folder to write into, which gets its name, and replaces the old one, when it is complete."""
+    """Make a temporary folder to write into. When complete, it gets its final name and replaces the old folder."""
     partial_folder = partial_of(folder)
     try:
         with os_errors_as(SaveError, f"cannot write {folder}"):
@@ -110,7 +110,7 @@ def new_folder(folder: Path) -> Iterator[Path]:
             yield partial_folder
             for path in (*partial_folder.rglob("*"), partial_folder):
                 path.chmod(0o755 if path.is_dir() else 0o644)  # for everybody to read
-                sync(path)  # a folder that has its name is complete, also after a power failure
+                sync(path)  # a folder with its final name is complete, even after a power failure
             put_in_place(folder)
     finally:
         shutil.rmtree(partial_folder, ignore_errors=True)
@@ -121,12 +121,12 @@ def write_note(into: Path, about: Mapping[str, Any]) -> None:
 
 
 def require_free(folder: Path, is_overwriting: bool, *sources: Path, replaces_own: bool = True) -> None:
-    """Require that a folder may be written: missing, empty, exported by us, or to be overwritten; and not a source.
+    """Raise unless a folder is missing, empty, exported by us or to be overwritten, and holds none of the sources.
 
     Without `replaces_own`, a folder that we exported may only be replaced with `is_overwriting`.
     """
     for source in sources:
-        real = Path(os.path.realpath(source))  # not Path.resolve, which raises in a circle of links
+        real = Path(os.path.realpath(source))  # not Path.resolve, which raises for circular links
         if Path(os.path.realpath(folder)) in (real, *real.parents):
             raise ConfigurationError(f"{folder} would be replaced, and {source} is read from it: name another folder")
     if not folder.exists():
@@ -146,7 +146,7 @@ def without_optimizer(opened: Opened) -> Opened:
 
 
 def write_own(opened: Opened, path: Path, max_bytes: int | None, on_bytes: OnBytes) -> None:
-    """Write our own format: whole tensors in files of at most `max_bytes`; None: one of weights, and one of state.
+    """Write our own format: whole tensors in files of at most `max_bytes`. None: one file of weights, one of state.
 
     An old checkpoint is replaced when the new one is complete.
     """
@@ -182,7 +182,7 @@ def write_own(opened: Opened, path: Path, max_bytes: int | None, on_bytes: OnByt
 
 
 def write_bare_weights(opened: Opened, path: Path, max_bytes: int, on_bytes: OnBytes) -> None:
-    """Write the weights and buffers as in a Hugging Face folder, under the names that they have, and nothing else."""
+    """Write the weights and buffers like those of a Hugging Face folder, with their names unchanged, and no config."""
     with new_folder(path) as into, opened.reader() as reader:
         sources = [stored_source(name, reader, saved) for name, saved in opened.index.tensors.items()]
         write_weights(into, sources, max_bytes, on_bytes)

@@ -36,8 +36,8 @@ STRATEGIES = (
 )
 GRADIENT_CODECS = "bf16,fp16,e4m3,e5m2,int8,int8:stochastic,int4,int4:asymmetric,int4:64,int4:stochastic"
 WEIGHT_CODECS = "bf16,int8,int8:64,e4m3,e5m2"
-# Settings that the benchmark fixes, whatever a file for `shardwise train` says: steps and strategy of a run, and that a
-# run leaves only its figures and a checkpoint.
+# Settings that `bench wire` fixes, whatever a file for `shardwise train` says: it chooses the steps and the strategy of
+# each run, and a run writes only its figures and a checkpoint.
 FIXED: dict[str, Any] = {
     name: getattr(Settings(), name)
     for name in (
@@ -265,10 +265,10 @@ def _pages(request: "Request", runs: Path | None) -> "Iterator[Page]":
 
 
 def run_benchmark(pages: "Iterable[Page]", new_page: Callable[[], Path] | None, as_json: bool) -> typer.Exit:
-    """Run a benchmark that yields its page after every run. Return the exit, to be raised.
+    """Run a benchmark, which yields its page of results after every run. Return the exit, to be raised.
 
-    The page is rewritten after every run, so an interrupted benchmark keeps its results. `new_page` gives its path;
-    None: no files are written.
+    The page is rewritten after every run, so an interrupted benchmark keeps its results. `new_page` returns the path of
+    the page; if it is None, no files are written.
     """
     path: Path | None = None
     try:

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from ..migrate.migrated import Migrated
 
 NARROWEST, WIDEST = 60, 140
-KEYS = 0.44  # the largest part of the width for the first column
-NAMES = 30
+KEYS = 0.44  # the first column takes at most this fraction of the width
+NAMES = 30  # width of the names of settings
 
 
 @documented
