@@ -71,7 +71,7 @@ def oom(
     if as_json:
         say(*json.dumps(reports, indent=1).split("\n"))
         return
-    first, *others = reports  # the first rank to fail is the first one
+    first, *others = reports  # they are ordered by time
     try:
         when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(first["time"]))
     except (OverflowError, OSError, ValueError, TypeError):

@@ -41,7 +41,7 @@ def inspect(
     say(str(opened.folder), *(f"  {name:<12}{text}" for name, text in _facts(opened.index)))
     if depth == 0 or not opened.index.tensors:
         return
-    # Equal modules are one row with their sum; their children are shown once.
+    # Equal modules share one row, which shows their sum; their children are shown once.
     nodes = walk(tree_of(opened.index.tensors), depth)
     rows = [HEADINGS, *(tuple(map(printable, _row(level, node))) for level, node in nodes)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -128,7 +128,7 @@ def _as_json(opened: "Opened") -> dict[str, Any]:
 
 
 def _described(item: Any) -> Any:
-    """Describe a tensor; plain values of an optimizer's state are themselves."""
+    """Describe a tensor for JSON. Plain values of an optimizer's state are returned unchanged."""
     from ..checkpoint.index import Saved, Stored
 
     if not isinstance(item, Stored):
@@ -150,7 +150,7 @@ def verify(
     require_exists(path)
     places = verifying.checkpoints_in(path)
     reports = [_verified(place) for place in places or verifying.parts_of_others(path) or [path]]
-    newest = reversed(reports) if places else iter(())
+    newest = reversed(reports) if places else iter(())  # resuming loads the first usable one, or stops at a refused one
     decisive = next((report for report in newest if report.is_usable or report.is_refused), None)
     resumed, stops = (None, decisive) if decisive is not None and decisive.is_refused else (decisive, None)
     # An unfinished save of a run is not a problem, but at least one checkpoint must be complete.

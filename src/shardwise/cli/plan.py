@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from ..planner.assess import Machine
     from ..planner.training import Lora
 
-MEASURED = "hardware.json"
+MEASURED = "hardware.json"  # the file of `--hardware measured`
 
 
 @documented

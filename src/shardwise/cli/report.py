@@ -9,7 +9,7 @@ from ..base.errors import ConfigurationError, printable
 from .shared import documented, say, write_file
 
 PAGE = "report.html"
-# Characters that move the cursor (without tabs and newlines) or change the direction of the text.
+# Control characters, except tabs and newlines, and characters that change the direction of the text.
 CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 
 

@@ -23,7 +23,7 @@ _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "
 def documented(command: Command, more: Iterable[inspect.Parameter] = ()) -> Command:
     """Give a command the help and the options that help.toml has under its name.
 
-    `more` are the options that stand for its `**flags`. In the help they come before keyword-only parameters.
+    `more`: the options that the command gets as `**flags`. In the help they come before keyword-only parameters.
     """
     panels = dict(PANELS[command.__name__])
     command.__doc__ = panels.pop("help")
@@ -40,7 +40,7 @@ def documented(command: Command, more: Iterable[inspect.Parameter] = ()) -> Comm
 
 
 def _parameter(parameter: inspect.Parameter, panel: str, option: Any) -> inspect.Parameter:
-    """The parameter with its option. A switch that is off by default has one flag, one that is on also a --no flag."""
+    """Return the parameter with its typer option. A switch that is on by default also has a --no flag."""
     words = {"help": option} if isinstance(option, str) else dict(option)
     if panel == "Arguments":
         return parameter.replace(annotation=Annotated[parameter.annotation, typer.Argument(**words)])
@@ -97,19 +97,19 @@ def write_file(file: Path, text: str) -> None:
 
 
 def exit_on_sigterm() -> None:
-    """Turn SIGTERM into an exception, so that everything that was started is stopped."""
+    """Turn SIGTERM into SystemExit, so that `finally` blocks run and stop the processes that were started."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
 
 
 @contextmanager
 def progress_bar(title: str, num_bytes: int) -> Iterator[Callable[[int], None]]:
-    """Work on many bytes: shows a bar on a terminal. SIGTERM ends the work as tidily as Ctrl-C does."""
+    """Show a progress bar on a terminal; yield the function that advances it. SIGTERM cleans up like Ctrl-C."""
     import torch
     from rich import progress
     from rich.console import Console
 
     exit_on_sigterm()
-    torch.set_num_threads(1)  # copying blocks is work for one thread; more would only wait for each other
+    torch.set_num_threads(1)  # copying blocks is work for one thread; more threads would only wait
     console = Console(stderr=True)
     if not console.is_terminal or console.is_dumb_terminal:
         yield lambda num: None

@@ -25,7 +25,7 @@ PRINTERS = ("--print-slurm", "--print-k8s")
 
 
 def _flag(entry: Field[Any]) -> inspect.Parameter:
-    """The flag of a setting. None means that it was not given; a list may be given in several flags."""
+    """Return the flag of a setting. Its value is None if it is not given. For a list, the flag may be repeated."""
     text = entry.metadata["help"]
     if isinstance(entry.default, int | float | str) and entry.default is not False:
         text += f" Default: {'on; off with --no-' + entry.name if entry.default is True else entry.default}."
@@ -42,7 +42,7 @@ def _name(entry: Field[Any]) -> str:
 
 
 FLAGS = {entry.name: _flag(entry) for entry in fields(Settings)}
-# Flags that need no value, and the words that count as their value if they follow.
+# Flags that may have no value. A word after the flag is its value only if it is one of these words.
 ALONE = {
     _name(entry): ("true", "false", *(get_args(entry.type) if get_origin(entry.type) is Literal else ()))
     for entry in fields(Settings)
@@ -117,7 +117,7 @@ def train(
 
 
 def _settings_of_others(deepspeed: str | None, accelerate_config: str | None) -> dict[str, Mapping[str, Any]]:
-    """Settings by source: one of two files, or the launcher that started this rank."""
+    """Return the settings in another library's file, or from Accelerate's launcher, by source."""
     if deepspeed is not None and accelerate_config is not None:
         raise ConfigurationError(
             f"--deepspeed {deepspeed} and --accelerate-config {accelerate_config} both choose a strategy: leave one out"
