@@ -1,26 +1,26 @@
 """Offload of activations to host memory between a unit's forward and its backward.
 
-While a model runs forward, autograd passes every tensor that it saves to hooks. Those that a unit with offloaded
-activations saves are copied to the host. With full checkpointing these are the unit's inputs alone: inside a
-checkpointed region the checkpoint's own hooks come first, and save nothing.
+While a model runs forward, autograd passes every tensor that it saves to hooks. A tensor that a unit with
+offloaded activations saves is copied to the host. With full checkpointing these are only the unit's inputs: inside a
+checkpointed region, autograd calls the checkpoint's own hooks instead, and they save nothing.
 
 A stretch is the part of a forward between two unit boundaries. The tensors saved in it are copied together, while the
-next stretch runs. Whole storages are copied, because autograd would have held whole storages: each once, however many
-views of it are saved. After the copy back, the views share one storage again. The states of a storage:
+next stretch runs. Whole storages are copied, because autograd would have held whole storages. Each is copied once, even
+if several views of it are saved. After the copy back, the views share one storage again. The states of a storage:
 
     here      on the device, until the next stretch begins
     leaving   its copy to the host is queued on the lane; its device memory is held until the computation has waited for
               the copy, which it does when the stretch after the next begins
     on host   on the host only
-    arriving  its copy back is queued, while the backward of the stretch after it runs; device memory is held likewise
-    here      the computation has waited for the copy; freed with the graph, or when the backward has moved on
+    arriving  its copy back is queued, while the backward of the stretch after it runs; device memory is held as above
+    here      the computation has waited for the copy; freed with the graph, or when the backward leaves the stretch
 
 The last stretch of a forward is not copied, and the one before it is still here when the backward begins. The host
-waits for no copy, so their speed does not change which storages are copied. Both directions and all host buffers use
-one lane, so a buffer may be used again as soon as the graph drops it.
+waits for no copy, so the speed of copies does not change which storages are copied. Both directions and all host
+buffers use one lane, so a buffer may be used again as soon as the graph drops it.
 
-What a unit saves that holds other units stays on the device. But if a checkpoint surrounds the call of a unit, its
-inputs were saved before its forward began: the tensors saved last before such a call are offloaded with the unit.
+If a unit holds other units, the tensors that it saves stay on the device. One exception: a checkpoint around the call
+of an inner unit saves its inputs before its forward begins, so the tensors saved last before it are offloaded with it.
 """
 
 import weakref
@@ -40,12 +40,12 @@ from ..schedule.state_bytes import MIN_OFFLOADED_ACTIVATION_BYTES
 from ..unit.state import Unit
 from .streams import Lane, Mark, host_waits_for
 
-# A storage of which autograd saves a smaller part stays: something else, such as a data set's batch, holds it anyway.
+# A storage stays on the device if autograd saves a smaller part of it: something else holds it (a batch of data).
 MIN_PART = 1 / 16
 
 
 class _Memory:
-    """A storage that saved tensors lie in. `here` is a tensor in it while it is on the device, else None."""
+    """A storage of saved tensors. `here`: a tensor in it while the storage is on the device, else None."""
 
     def __init__(self, buffers: HostBuffers, here: Tensor) -> None:
         self._buffers = buffers
@@ -69,7 +69,7 @@ class _Memory:
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class _ForwardSegment:
-    """The memories of one stretch. They live as long as the autograd graph that holds them."""
+    """The storages that were saved in one stretch. They live as long as the autograd graph that holds them."""
 
     serial: int
     unit: str
@@ -95,7 +95,7 @@ class _Saved:
 
 
 class HostActivations:
-    """Offloads activations. The engine reports each unit's forward with `before` and `after`, recomputes excepted.
+    """Offloads activations. The engine reports each unit's forward with `before` and `after`, except recomputes.
 
     `hosted` are the units whose activations are offloaded; none of them holds other units. `host` counts the bytes.
     """
@@ -118,9 +118,9 @@ class HostActivations:
         # The stretch that runs, and the last one that is over.
         self._running: _ForwardSegment | None = None
         self._last: _ForwardSegment | None = None
-        # Points up to which copies are queued, and the device memory that they read or write.
+        # Copies in flight: a mark behind them on the lane, and the device memory that they read or write.
         self._in_flight: list[tuple[Mark, list[Tensor]]] = []
-        # Stretches that are copied and may be on the device as well, and the one that the backward has come to.
+        # Stretches that are copied and may be on the device as well, and the one that the backward has reached.
         self._here: list[_ForwardSegment] = []
         self._reached: _ForwardSegment | None = None
 
@@ -176,7 +176,7 @@ class HostActivations:
     # Forward: to the host.
 
     def _pack(self, tensor: Tensor) -> _Saved:
-        # Detached: the tensor's graph holds the object that is returned here, which would be a cycle.
+        # Detached, to avoid a cycle: the graph of the tensor holds the object that is returned here.
         held = tensor if tensor.is_leaf else tensor.detach()
         saved = _Saved(self._units[self._open[-1][0]].name, held, tensor._version)
         if torch._C._current_graph_task_id() == -1 and self._is_worth_it(tensor):

@@ -1,8 +1,8 @@
 """Linear layers that write their weight gradient directly into the memory that is reduced.
 
 Autograd would allocate each gradient, and the engine would copy it into the reduction slot: a second pass over every
-gradient, and a second buffer for it. Instead the backward of a linear layer multiplies into the open place of its
-weight (`Gradient.put`), with the cast, the mean over ranks and the sum over micro-batches inside the product.
+gradient, and a second buffer for it. Instead the backward of a linear layer writes its product into the weight's place
+there (`Gradient.put`). The same operation does the cast, the mean over ranks and the sum over micro-batches.
 
 This changes speed only. If no place is open, the graph is compiled, or the gradient itself is requested
 (`torch.autograd.grad`, `create_graph`), the layer is an ordinary one, and its gradient is copied as usual.
@@ -26,7 +26,7 @@ class _Linear(torch.autograd.Function):
         ctx.state, ctx.index = state, index
         keep(ctx, x, weight if x.requires_grad else None)
         out = F.linear(x, weight, bias)
-        # A view that a custom function returns may not be changed in place, as an activation after it may do.
+        # Autograd forbids in-place changes of a view that a custom function returns, and such an activation may follow.
         return torch.ops.aten._unsafe_view(out, out.shape) if out._is_view() else out
 
     @staticmethod
@@ -36,8 +36,8 @@ class _Linear(torch.autograd.Function):
         inputs = x.reshape(-1, x.shape[-1])
         gradient, param = ctx.state.gradient, ctx.state.compute_params[ctx.index]
         try:
-            # True if this backward is meant to add to weight.grad, which next_functions[1] does, and no hook needs the
-            # gradient as a tensor.
+            # True if this backward adds to weight.grad (it will execute the node next_functions[1]), and no hook needs
+            # the gradient as a tensor.
             is_direct = (
                 gradient.places is not None
                 and not torch.is_grad_enabled()
@@ -59,7 +59,7 @@ class _Linear(torch.autograd.Function):
         )
 
 
-# `apply` without its checks for functorch in Python; they are made below.
+# `Function.apply` without its slow Python code for functorch; `_forward` checks for functorch instead.
 _apply_linear: Any = super(torch.autograd.Function, _Linear).apply
 
 
@@ -68,7 +68,7 @@ def install_direct_gradients(units: Iterable[Unit], modules: dict[str, nn.Module
     for unit in units:
         for state in unit.trainable_states:
             flat = state.flat
-            # Products of 16-bit matrices come out in fp32 on a GPU; on a CPU in their own dtype only.
+            # A GPU can write the product of 16-bit matrices in fp32; a CPU writes it in their own dtype only.
             if flat.reduce != flat.compute and not (state.device.type == "cuda" and flat.reduce == FP32):
                 continue
             for index, spec in enumerate(flat.params):

@@ -33,7 +33,7 @@ LOST = 1
 
 
 class GatherInFlight(NamedTuple):
-    """`staged` is host memory that is copied to the device, `row_slot` is for encoded rows."""
+    """A gather that has started. `staged`: host memory to be copied to the device. `row_slot`: for encoded rows."""
 
     journeys: list[HopChain]
     queued: Mark
@@ -60,8 +60,8 @@ class Gathers:
         self.memory = GatherMemory(schedule, statuses, units, mesh.device)
         self.lane = Lane(mesh.device)
         self.wait_for_host = any(state.flat.host_updates for unit in units for state in unit.states)
-        # On a CPU waiting blocks the caller: only the first hop of a gather, the one between nodes, overlaps with the
-        # computation, and the others run when the unit is needed. Not with host updates, which delay ranks differently.
+        # On a CPU, waiting blocks the caller. So only the first hop of a gather, between nodes, overlaps with the
+        # computation; the others run when the unit is needed. Off with host updates, which delay ranks differently.
         self._defers = not self.lane.queues and not self.wait_for_host
         self.num_updates = 0
         self.is_captured = False
@@ -77,10 +77,10 @@ class Gathers:
             unit.stamp(LOST)
 
     def make_ready(self, index: int, pass_: Pass, ahead: Sequence[int] = (), computes: bool = True) -> None:
-        """Gather a unit and start the gathers of the units `ahead`. Register the unit's compute parameters, unless this
-        rank's forward does not run it.
+        """Gather a unit and start the gathers of the units `ahead`. If this rank runs the unit (`computes`), register
+        its compute parameters.
 
-        Gathers start up to the first unit that the host still updates, and the rest is postponed. On another rank that
+        Gathers start up to the first unit that the host still updates; the others are postponed. On another rank that
         update may be done already, so postponed gathers start before any other, and before `settle` waits.
         """
         self.start(index, pass_, needed_now=True)
@@ -92,7 +92,7 @@ class Gathers:
         (self.show if computes else self.arrive)(index)
 
     def lend(self, index: int) -> None:
-        """Gather a unit for a use outside its forward, into memory of its own, where it stays until the step."""
+        """Gather a unit for a use outside its forward, into memory of its own. It stays until the optimizer's step."""
         status = self.statuses[index]
         if status.slot is not None:
             self._leave_slot(status, "its weights are used outside its forward")
@@ -110,9 +110,9 @@ class Gathers:
         self._units[index].show_compute()
 
     def start_first(self) -> None:
-        """Start the first gathers of the next step, up to the first unit that the host updates: its update may be done
-        on one rank and not on another, and there may be no next step. A step captured in a CUDA graph leaves out units
-        whose memory has another address each time."""
+        """Start the first gathers of the next step, up to the first unit that the host updates. That update may be done
+        on one rank and not on another, and it is not awaited, because there may be no next step. A step captured in a
+        CUDA graph leaves out units whose memory has another address each time."""
         for index in self.schedule.after_step:
             if any(state.flat.host_updates for state in self._units[index].trainable_states):
                 return
@@ -172,7 +172,7 @@ class Gathers:
             for at, is_stale, is_encoded in todo:
                 state = unit.states[at]
                 if not state.flat.master_is_whole:
-                    # Hashing a flat takes time: it has many fields.
+                    # No lookup without need: hashing a flat takes time, because it has many fields.
                     read = staged.get(state.flat) if staged else None
                     encoded = rows[at] if is_encoded else None
                     journeys.append(state.start_gather(is_stale, read, encoded, self._channels))
@@ -180,7 +180,7 @@ class Gathers:
                 for journey in journeys:
                     journey.go_to_last()
             if row_slot is not None and self.lane.queues:
-                # Decode on the lane, not in the computation that waits for it. The row slot's next use queues behind.
+                # Decode on the lane, not in the waiting computation. The row slot's next use is queued behind it.
                 for journey in journeys:
                     journey.finish()
                 self._row_slots.append(row_slot)
@@ -363,7 +363,7 @@ class GatherMemory:
 
 
 def cut(memory: Tensor, sizes: Sequence[int]) -> list[Tensor]:
-    """Aligned parts of some memory, one for each number of bytes."""
+    """Cut memory into aligned parts of these numbers of bytes."""
     parts, start = [], 0
     for num_bytes in sizes:
         parts.append(memory[start : start + num_bytes])
