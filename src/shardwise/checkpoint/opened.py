@@ -133,7 +133,7 @@ class Reader:
                     self._ahead.append(planned)
 
     def _begin(self, block: _Block, *in_use: _Block) -> Future[Tensor]:
-        """Start to read a block that is not in memory yet, into new memory or that of the least recently used block."""
+        """Start to read a block, unless it is in memory. Use new memory, or that of the least recently used block."""
         number, about = block
         if block in self._reads:
             self._reads.move_to_end(block)
