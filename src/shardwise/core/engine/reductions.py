@@ -28,7 +28,7 @@ from .updates import HostJobs
 
 
 class Started(NamedTuple):
-    """Started reductions of a unit's flats. `is_sync`: for the last micro-batch. `mark`: the lane's point after it."""
+    """Started reductions of one unit. `is_sync`: of the last micro-batch. `mark`: the lane's point after the start."""
 
     states: list[FlatState]
     is_sync: bool

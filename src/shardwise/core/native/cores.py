@@ -1,8 +1,8 @@
 """The processors on which a rank's host updates run: the ranks of one machine share them fairly.
 
 Shares differ by one processor at most. They are contiguous in an order that keeps NUMA nodes together, and within them
-the threads of a core: so few ranks share a core or the memory bus of a NUMA node. A container's quota of processor time
-limits the number of threads: with more of them, the kernel would pause the process.
+the threads of a core. Therefore few ranks share a core or the memory bus of a NUMA node. A container's quota of
+processor time limits the number of threads: with more of them, the kernel would pause the process.
 """
 
 import os

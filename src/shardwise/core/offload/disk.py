@@ -287,7 +287,7 @@ def _blocks(start: int, memory: memoryview) -> slice:
 
 
 def reserve(folder: Path, num_bytes: int) -> int:
-    """Create an unnamed file of this size in an existing folder. Its descriptor bypasses the page cache."""
+    """Create an unnamed file of this size in an existing folder. Return a descriptor that bypasses the page cache."""
     if not folder.is_dir():
         raise PlaceError(f"{folder} is not a folder, and state is to be offloaded there: make it, or name another one")
     status = os.statvfs(folder)
