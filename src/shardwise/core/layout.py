@@ -68,7 +68,7 @@ class Layout:
             raise ConfigurationError(f"layout: {values}: {reason}")
 
     def _contradictions(self) -> Iterator[tuple[str, str]]:
-        """Fields whose values do not go together, each time with the reason and what to write instead."""
+        """Yield fields whose values contradict each other, with the reason and what to write instead."""
         for what in ("params", "grads"):
             if SPLITS.index(getattr(self, what)) > SPLITS.index(self.optimizer):
                 yield f"{what} optimizer", f"the step needs all {what} of its part; split the optimizer at least as far"
@@ -145,7 +145,7 @@ class Layout:
         return ("node", "replicate") if stops_at_node or sums_at_node else ("world",)
 
     def depth(self, split: Split) -> int:
-        """Number of axes of `chain` over which state with this split is split."""
+        """Number of axes of `chain` that this split uses."""
         return {"whole": 0, "node": 1, "world": len(self.chain)}[split]
 
     @property
@@ -244,7 +244,7 @@ Strategy = str | Layout | Mapping[str, "str | Layout"]
 
 
 def layout_of(strategy: str | Layout) -> Layout:
-    """Return the layout of a preset's name or alias (hyphens and capitals allowed), with the changes written behind."""
+    """Return the layout for a preset's name or alias (hyphens and capitals allowed) with the changes after it."""
     if isinstance(strategy, Layout):
         return strategy
     if not isinstance(strategy, str):
@@ -252,7 +252,7 @@ def layout_of(strategy: str | Layout) -> Layout:
             f"a strategy is a preset's name, a Layout or a mapping of units to them, not {type(strategy).__name__} "
             f"{strategy!r}"
         )
-    # An alias may end in plus signs itself.
+    # An alias may end in plus signs itself: `zero++`.
     name, *moves = re.split(r"\+(?=[^+=]*=)", strategy.lower())
     name = name.replace("-", "_")
     name = ALIASES.get(name, name)
@@ -304,7 +304,7 @@ ALWAYS_WHOLE = "root.whole"
 
 
 def layouts_for(strategy: Strategy, names: Sequence[str]) -> list[Layout]:
-    """The layout of each unit: the same for all, or that of the first pattern in a mapping that matches its name."""
+    """Return the layout of each unit: one for all, or that of the first pattern in a mapping that matches its name."""
     by_pattern = strategy if isinstance(strategy, Mapping) else {"*": strategy}
     rows = {pattern: layout_of(value) for pattern, value in by_pattern.items()}
     unit_names = [name for name in names if name != ALWAYS_WHOLE]

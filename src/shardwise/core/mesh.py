@@ -29,7 +29,7 @@ _DISK_PATIENCE = 6
 
 @dataclass(frozen=True)
 class Axes:
-    """The ranks that this rank is joined with on each axis (`members`). There are no communicators yet."""
+    """The axes of this rank, with the ranks on each of them (`members`), before there are communicators."""
 
     rank: int
     world_size: int
@@ -39,7 +39,7 @@ class Axes:
 
 @dataclass(frozen=True)
 class Mesh(Axes):
-    """The axes with this rank's device, and a channel for every axis of each lane."""
+    """The axes with this rank's device, and for gathers and for reductions one channel (communicator) per axis."""
 
     device: torch.device
     channels: dict[Lane, dict[str, Channel]]
@@ -273,7 +273,7 @@ def _join(backend: str, timeout: datetime.timedelta) -> None:
             backend, store=PrefixStore("default_pg", store), rank=rank, world_size=num_ranks, timeout=timeout
         )
     except dist.DistError as error:
-        if store is None:  # rank 0 may serve it: then others are missing
+        if store is None:  # rank 0, which serves the store, is missing; if this is rank 0, others are
             missing = ["0, which serves the store,"] if rank else ["other than 0"]
         else:
             missing = [str(other) for other in range(num_ranks) if not store.check([f"shardwise_here/{other}"])]

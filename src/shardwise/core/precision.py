@@ -16,13 +16,13 @@ from ..base.errors import ConfigurationError, did_you_mean
 
 @dataclass(frozen=True, slots=True, init=False)
 class Precision:
-    """The dtypes of a training, given as torch's dtypes or by name."""
+    """The dtypes of a training run, given as torch's dtypes or by name."""
 
     compute: DType
     master: DType
     reduce: DType
     loss_scaling: bool
-    # Names of modules (patterns) that compute in fp32, with casts at their borders.
+    # Patterns for names of modules that compute in fp32. Their inputs and outputs are cast.
     keep_fp32: tuple[str, ...]
     autocast: DType | None
 
@@ -60,7 +60,7 @@ DTYPES: dict[str, DType] = {"fp32": FP32, "bf16": BF16, "fp16": FP16}
 
 
 def precision_of(precision: str | Precision, reduce_dtype: DTypeLike | None) -> Precision:
-    """A precision by name or as a value, with the reduce dtype replaced when one is given."""
+    """Return a precision given by name or as a value, with another reduce dtype if one is given."""
     if isinstance(precision, str):
         name = precision.lower().replace("_", "-")
         if name not in PRECISIONS:

@@ -1,8 +1,8 @@
 """Saving tensors in a custom autograd function before it computes anything, as torch's own functions do.
 
 `save_for_backward` hands tensors to saved-tensor hooks only after the forward. Activation checkpointing stops a
-recompute where the last tensor is saved: a block that ends with such a function would compute its result for nothing.
-These two functions call the hooks at once:
+recompute where the last tensor is saved: at the end of a block, such a function would compute a result that is not
+needed. These two functions call the hooks at once:
 
     keep(ctx, weight, inputs)        # first line of `forward`
     weight, inputs = kept(ctx)       # in `backward`
@@ -26,7 +26,7 @@ def keep(ctx: Any, *tensors: Tensor | None) -> None:
 
 
 def kept(ctx: Any) -> tuple[Any, ...]:
-    """Return the saved tensors, in the backward; once, unless the graph is retained for another backward.
+    """Return the saved tensors in the backward. They are then dropped, unless the graph is retained.
 
     The hooks are dropped, too, because those of checkpointing hold the inputs of the block.
     """

@@ -40,7 +40,7 @@ _NO_LOADING = (
 def guard(model: nn.Module, engine: Engine, zero_grad: Callable[..., None]) -> None:
     _watch_registrations()
     for module in model.modules():
-        # Nothing to guard: one activation function may serve many models, sharded or not.
+        # A module without state needs no guard. Models, sharded or not, may share one activation module.
         if not (module._modules or module._parameters or module._buffers):
             continue
         module.__dict__[_KEY] = engine
@@ -54,7 +54,7 @@ def guard(model: nn.Module, engine: Engine, zero_grad: Callable[..., None]) -> N
 
 @cache
 def _watch_registrations() -> None:
-    """Register hooks that torch calls for every module of the process; they check sharded ones."""
+    """Register global hooks: torch calls them when any module of the process gets a parameter or a submodule."""
     register_module_parameter_registration_hook(_refuse_parameter)
     register_module_module_registration_hook(_refuse_module)
 
@@ -97,7 +97,7 @@ def find_engine(module: nn.Module) -> Engine | None:
 
 
 def own_state_dict(model: nn.Module, engine: Engine) -> dict[str, Any]:
-    """The model's state dict, with the tensors that its modules have at this moment."""
+    """Return the model's own state dict (refused elsewhere), with the tensors that its modules hold now."""
     engine.whole_modules = {id(module) for module in model.modules()}
     try:
         return model.state_dict(keep_vars=True)
@@ -106,7 +106,7 @@ def own_state_dict(model: nn.Module, engine: Engine) -> dict[str, Any]:
 
 
 def _refuse_change(module: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
-    """Replace `_apply`: refuse a cast or move, unless it changes nothing (models cast and move their own parts)."""
+    """Replacement of `Module._apply`: refuse casts and moves. Some models call it without effect; that is allowed."""
     where = engine_of(module).mesh.device
     kinds = {(param.dtype, where) for param in module.parameters(recurse)}
     for dtype, device in kinds | {(buffer.dtype, buffer.device) for buffer in module.buffers(recurse)}:
@@ -120,11 +120,11 @@ def _refuse_change(module: nn.Module, fn: Callable[[Tensor], Tensor], recurse: b
 
 
 def _changes(fn: Callable[[Tensor], Tensor], dtype: torch.dtype, device: torch.device) -> bool:
-    # Four dimensions, so that a change of the memory format is noticed, too.
+    # Four dimensions, as channels_last needs: so a change of the memory format is noticed, too.
     probe = torch.ones((2, 2, 2, 2), dtype=torch.float32, device=device).to(dtype)
     try:
         same = fn(probe) is probe
-    except (RuntimeError, TypeError, ValueError, AssertionError):  # what it does to parameters remains unknown
+    except (RuntimeError, TypeError, ValueError, AssertionError):  # its effect on parameters is unknown
         return True
     return not same or (probe.device.type == "cpu" and probe.is_shared()) or not bool((probe == 1).all())
 

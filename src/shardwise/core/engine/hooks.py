@@ -1,11 +1,11 @@
 """How the engine learns where the model is: hooks on the units' modules and on the tensors they return.
 
 Module hooks report a unit's forward. Its backward begins when the gradient of one of its outputs arrives. It has ended
-when the backward of something recorded before it begins: autograd runs what was recorded last first, so by then
-everything the unit recorded has run. Units with nothing recorded before them end with the backward.
+when the backward of something recorded before it begins: autograd runs in the reverse order of recording, so by then
+everything the unit recorded has run. If nothing was recorded before a unit, it ends with the whole backward.
 
-While a unit's forward runs, autocast's cache of weight casts is off: later forwards would use a cached cast, too, with
-old weights, or with a gradient that arrives after the unit's backward has ended.
+While a unit's forward runs, autocast does not cache cast weights. A later forward could use such a cached cast: its
+values might be old, or its gradient might arrive after the unit's backward has ended.
 """
 
 import sys
@@ -23,11 +23,11 @@ from .guards import engine_of
 from .nested_tensors import map_tensors, tensors_in
 from .runtime import Engine
 
-# The attributes of a module that are torch's own.
+# The attributes that every nn.Module has. They are not searched for tensors.
 _OF_TORCH = frozenset(vars(nn.Module()))
 # The number of forwards in which a unit's modules are searched for tensors that they store as attributes.
 NUM_LOOKS = 2
-# Keeps torch.compile from tracing a hook; compiled code calls it.
+# Keeps torch.compile from tracing a hook: compiled code calls the hook as a normal Python function.
 _opaque: Callable[[Callable[..., Any]], Callable[..., Any]] = torch.compiler.disable
 
 
@@ -45,7 +45,7 @@ class _UnitHooks:
         # Tensors that leave this forward other than as its output: through the user's hooks, or as module attributes.
         self._seen_by_hooks: list[Tensor] = []
         self._keepers: dict[tuple[int, str], tuple[dict[str, Any], str]] = {}
-        # The setting of autocast's cache before each call that has not returned.
+        # A stack of saved settings of autocast's cache: one for each call of the unit that has not returned.
         self._kept_casts: list[bool] = []
 
     def before(self, module: nn.Module, args: Any, kwargs: Any = None) -> None:
@@ -65,8 +65,8 @@ class _UnitHooks:
             self._engine.activations.before(self._index)
 
     def _enter_transform(self) -> None:
-        """Refuse vmap, jvp and other transforms around a gather, because they trace every operation. They also wrap the
-        outputs, so the backward is noticed by hooks on the parameters instead."""
+        """Refuse a transform of torch.func (vmap, jvp) if a gather would run inside it, because it traces every
+        operation. It also wraps the outputs, so hooks on the parameters report the backward instead."""
         engine, index = self._engine, self._index
         gathered = [engine.statuses[unit] for unit in (index, *engine.schedule.before_forward[index])]
         if engine.statuses[index].plan.layout.gathered_until != "always" or not all(
@@ -81,7 +81,7 @@ class _UnitHooks:
                 engine.lend(state, at)
 
     def _watch(self, module: nn.Module, args: Any, output: Any) -> None:
-        """Record the output of a module that has a hook of the user's, which may use it in a loss."""
+        """Record the output of an inner module on which the user has a hook: the hook may use it in a loss."""
         if not _is_recompute():
             self._seen_by_hooks.extend(tensors_in(output))
 
@@ -127,8 +127,8 @@ class _UnitHooks:
 
 
 class _Scale(torch.autograd.Function):
-    """Cast a tensor on its way into the model (`enters`) or out of it. The backward divides or multiplies its gradient
-    by the loss scale. What leaves is always a copy in fp32: the caller may change the output in place."""
+    """Loss scaling for one input (`enters`) or output of the model. The backward multiplies the gradient of an output
+    by the loss scale, and divides that of an input. An output is copied to fp32: callers may change it in place."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, engine: Engine, enters: bool) -> Tensor:
@@ -171,7 +171,7 @@ def install_root_hooks(engine: Engine, model: nn.Module) -> None:
 
 
 def install_hooks(engine: Engine, modules: dict[str, nn.Module]) -> None:
-    """Put hooks on every unit's module; pre-hooks go first, so that the user's own see gathered parameters.
+    """Put hooks on every unit's module. Our pre-hooks run first, so that the user's pre-hooks see gathered parameters.
 
     Where other units lie inside a unit, the modules that own its parameters get the hooks as well: parts of a model
     may be called without its root (an encoder in `generate`).
@@ -187,8 +187,8 @@ def install_hooks(engine: Engine, modules: dict[str, nn.Module]) -> None:
             engine.entries.setdefault(module, []).append((before, after))
             module.register_forward_pre_hook(before, prepend=True)
             module.register_forward_hook(after, always_call=True)
-    # Torch's `TransformerEncoder` checks whether the parameters of its first layer are plain tensors before that layer
-    # runs, and skips padding if they are. It does not read their values.
+    # Before its first layer runs, nn.TransformerEncoder checks whether that layer's parameters are plain tensors, and
+    # skips padding if they are. It reads no values, so it may see compute parameters that are not gathered yet.
     encoders = [each for each in modules.values() if isinstance(each, nn.TransformerEncoder) and len(each.layers)]
     for encoder in encoders:
         inside = set(encoder.layers[0].modules())

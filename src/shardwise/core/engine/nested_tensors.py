@@ -8,9 +8,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-# Types that hold no computed tensors, or are no plain objects.
+# Types whose attributes are not searched: they hold no computed tensors, or are not plain objects.
 _OPAQUE = (str, bytes, int, float, complex, type, FunctionType, MethodType, ModuleType, nn.Module)
-# The depth of objects inside objects: a cache, its layers, and their attributes. Deeper objects are not the output.
+# How many levels of objects are searched: a cache, its layers, and their attributes. Deeper objects are not the output.
 _DEPTH = 3
 
 
@@ -34,8 +34,8 @@ def tensors_in(value: Any, depth: int = _DEPTH) -> Iterator[Tensor]:
 
 
 def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """The same value with its tensors changed; the value itself if none of its tensors changes, if it is neither a
-    container nor a dataclass, or if it cannot be copied."""
+    """Return a copy of the value, with `change` applied to its tensors. Return the value itself if none of its tensors
+    changes, if it is neither a container nor a dataclass, or if it cannot be copied."""
     if isinstance(value, Tensor):
         return change(value)
     if isinstance(value, (tuple, list)):
@@ -61,7 +61,7 @@ def _with(value: Any, new: dict[Any, Any], changed: dict[Any, Any]) -> Any:
         return new if kind is dict else kind(new.values())
     try:
         if isinstance(value, tuple):
-            # A namedtuple may have a constructor of its own, which `_make` passes by.
+            # A namedtuple may have a constructor of its own, which `_make` does not call.
             twin = getattr(kind, "_make", kind)(list(new.values()))
         elif is_dataclass and is_mapping:
             twin = dataclasses.replace(value, **changed)  # Hugging Face's outputs keep their fields as items, too
@@ -71,7 +71,7 @@ def _with(value: Any, new: dict[Any, Any], changed: dict[Any, Any]) -> Any:
             twin = copy.copy(value)
             for key, item in changed.items():
                 if is_dataclass:
-                    # Not `replace`: fields may be no arguments, and constructors may do more. Frozen ones, too.
+                    # Not `replace`, which calls the constructor. This also works if the class is frozen.
                     object.__setattr__(twin, key, item)
                 else:
                     twin[key] = item

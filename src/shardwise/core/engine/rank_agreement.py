@@ -13,7 +13,7 @@ Report = tuple[type[ShardwiseError], str]
 
 
 def all_or_none(world: Channel, prepare: Callable[[], T]) -> T:
-    """Run `prepare` on every rank; if it fails on one, it fails on all, with that one's reason and exit code."""
+    """Run `prepare` on every rank. If one rank fails, all ranks raise its error, with the same reason and exit code."""
     result, failure, reports = attempt(world, prepare, ShardwiseError, ConfigurationError)
     if failure is not None:
         raise failure
@@ -27,7 +27,7 @@ def all_or_none(world: Channel, prepare: Callable[[], T]) -> T:
 def attempt(
     world: Channel, do: Callable[[], T], own: type[ShardwiseError], other: type[ShardwiseError]
 ) -> tuple[T | None, Exception | None, list[Report | None]]:
-    """Run `do` on every rank. Return its result or failure on this rank, and each rank's report, None if it worked.
+    """Run `do` on every rank. Return its result or failure on this rank, and the report of each rank (None: success).
 
     A report is the class and the text of an error; errors that are not `own` are reported as `other`.
     """
@@ -43,7 +43,7 @@ def attempt(
 
 
 def require_agreement(world: Channel, facts: Facts) -> None:
-    """Raise on every rank if the facts differ, with the first one that does and both values of it."""
+    """Raise on every rank if the facts differ. The error names the first fact that differs, and both values."""
     digest = hashlib.sha256(repr(facts).encode()).hexdigest()
     if len(set(exchange(world, digest))) == 1:
         return

@@ -3,9 +3,9 @@
 A reduction is opened (its gradients get memory), written, started and finished. It is opened before the unit's backward
 if layers of the unit write their gradients there directly, else when it is started. Starting and finishing have a lane
 each, so that the start of a reduction never waits for the one before. On a GPU the finish is queued at once. On a CPU
-it would block the caller: there the last hop, the one between nodes, runs on until the slot is needed again or the
-backward ends. Gradients that the host reads are copied to it on a third lane; then their slot is free. The optimizer
-updates masters on a fourth lane, behind the reductions that it needs, perhaps already during the backward.
+it would block the caller: there the last hop, the one between nodes, stays in flight until the slot is needed again or
+the backward ends. Gradients that the host reads are copied to it on a third lane; then their slot is free. The update
+of masters has a fourth lane and waits for the reductions that it needs. An early update runs during the backward.
 """
 
 from collections import deque
@@ -28,7 +28,7 @@ from .updates import HostJobs
 
 
 class Started(NamedTuple):
-    """The reductions of a unit's flats that were started; `mark` is the point on the lane behind their start."""
+    """Started reductions of one unit. `is_sync`: of the last micro-batch. `mark`: the lane's point after the start."""
 
     states: list[FlatState]
     is_sync: bool
@@ -50,7 +50,7 @@ class Reductions:
         self.memory = ReductionMemory(schedule, device)
         self.lanes = tuple(Lane(device) for _ in range(4))
         self._lane, self._finish_lane, self._leave_lane, self._update_lane = self.lanes
-        # Points at which gradients are on the host; and flats whose device memory can be released after these points.
+        # The point after which a gradient is on the host; flats whose device memory is released after their points.
         self.arrived: dict[FlatState, Mark] = {}
         self._left: deque[tuple[FlatState, tuple[Mark, ...]]] = deque()
         self._next_slot = 0
@@ -63,13 +63,13 @@ class Reductions:
         self._taken: tuple[list[list[Tensor | None]], Mark] | None = None
         # Gradients that the computation has not waited for yet, and the points at which they are reduced.
         self._finished: dict[FlatState, Mark] = {}
-        # With early updates: called with flats whose gradient is final; the point where this step's forward began; True
-        # if weights have changed since.
+        # For early updates: a function that updates flats whose gradient is final; the point where this step's forward
+        # began; True if weights were updated and optimizer.step() was not called yet.
         self.update_early: Callable[[list[FlatState]], None] | None = None
         self._forward_began: Mark = None
         self._awaits_step = False
         self.all_used: Tensor | None = None
-        # A small number computed from the optimizers' settings; and the last sum of all ranks' numbers, not yet read.
+        # Returns a small number for the optimizers' settings; the sum over all ranks, not read yet, and our own number.
         self.settings: Callable[[], int] = lambda: 0
         self._sum: tuple[PendingHostCopy, int] | None = None
 
@@ -133,7 +133,7 @@ class Reductions:
                 journey.go_to_last()
 
     def _release_taken(self) -> None:
-        """Drop autograd's gradients. Their memory belongs to the compute stream, which waits until they were read."""
+        """Drop autograd's gradients. Their memory belongs to the compute stream, which waits until they are read."""
         if self._taken is not None:
             self._lane.compute_waits_for(self._taken[1])
             self._taken = None
@@ -163,7 +163,7 @@ class Reductions:
             for state in leaving:
                 state.gradient.leave()
         left = self._leave_lane.mark_for_host()
-        # Queued after the copy: when the computation fills the device, these small kernels wait for a long time.
+        # After the copy, which must not wait for these small kernels: they start late while the device is full.
         with self._finish_lane:
             for state in leaving:
                 state.gradient.take_square()
@@ -263,7 +263,7 @@ class Reductions:
             with self._finish_lane.after_compute().after(self.arrived.get(state)):
                 state.gradient.sync(self._channels)
             self._finished[state] = self._leave([state])[-1]
-            # The device copy of `sync` is freed now: this lane may reuse its memory after the copy to the host.
+            # `sync` made a device copy that is freed now. This lane reuses its memory only after the copy to the host.
             self._finish_lane.after(self.arrived.get(state))
         self.wait()
         self.agree_on_use()
@@ -274,7 +274,7 @@ class Reductions:
         host_waits_for(self.arrived.get(state))
 
     def forget(self, states: Iterable[FlatState], set_to_none: bool) -> None:
-        """Clear gradients. Without `set_to_none` they become zeros, with which momenta still change."""
+        """Clear gradients. Without `set_to_none` they become zeros; an update with zeros still changes momenta."""
         self.wait()
         for state in states:
             state.take_gradients()
@@ -298,8 +298,8 @@ class Reductions:
             )
 
     def updating(self, states: list[FlatState], early: bool) -> Lane:
-        """Return the lane of updates, behind the reductions of `states`; others may still be in flight. Unless the
-        update is early, it also comes behind all work of the compute stream so far, which may read weights."""
+        """Return the lane of updates, which now waits for the reductions of `states`, not for others. Unless the update
+        is early, it also waits for all work queued on the compute stream so far, because that may read weights."""
         lane = self._update_lane.after(self._forward_began) if early else self._update_lane.after_compute()
         return lane.after(*(self._finished.get(state) for state in states))
 
@@ -355,7 +355,7 @@ class ReductionMemory:
         return self.scratch_memory[:num_bytes]
 
     def give_back(self) -> None:
-        """Release the slots, once the computation has waited for all reductions. Their views see the next memory."""
+        """Release the slots, once the computation has waited for all reductions. Views of them stay valid."""
         if self.gives_back:
             self.freed.clear()
             for memory in self.slots:

@@ -15,9 +15,9 @@ One step, in numbered phases:
 `HostJobs` hold what is in flight. The engine does not know the preset.
 
 A rank may leave out units that other ranks compute. Their collectives keep the schedule's order: when a rank reaches a
-unit, it takes part in the collectives of the units that it has passed over, as if it had computed them. A clock numbers
-the forwards of units, so that a backward can tell which of them autograd has been through: what was recorded last runs
-first.
+unit, it takes part in the collectives of the units that it has skipped, as if it had computed them. A clock numbers the
+begins and ends of the units' forwards. Autograd runs in the reverse order of recording, so these numbers tell which
+forwards a backward has been through.
 """
 
 import weakref
@@ -98,15 +98,15 @@ class Engine:
         # The flats that are trained, unit by unit, in the order in which their gradients are reduced.
         self.update_order = [units[index].trainable_states for index in schedule.reduce_order]
         self._unit_of = {state: unit for unit in units for state in unit.states}
-        self._num_forwards = 0  # of the model, under way
-        # Parameters whose gradients may come from outside every unit.
+        self._num_forwards = 0  # of the model: begun and not ended
+        # Parameters that were used outside the forward of their unit (`lend`): their gradients may come at any time.
         self._lent: set[nn.Parameter] = set()
         self._in_backward = False
-        # A forward has run that a backward may come back to.
+        # True if a forward has run whose backward may follow.
         self._awaits_backward = False
         self._graph_task = -1
-        # The order of units in the first forward, and the units that a backward may come to; None after the first step.
-        # From then on, no backward comes to frozen units that no rank's graph led through.
+        # Recorded in the first step: the order of the units' forwards (None after this step), and the units in the
+        # graph. After it, a frozen unit that was in no rank's graph counts as one that no backward reaches.
         self._seen_order: list[int] | None = []
         self._seen_recorded: set[int] = set()
         self._is_in_backward = [True] * len(units)
@@ -134,7 +134,7 @@ class Engine:
         return param
 
     def _begin_phase(self, name: str) -> None:
-        # Hosts are not equally fast: gathers that wait for them may be in different phases on different ranks.
+        # Gathers that wait for the host may run in different phases on different ranks: hosts are not equally fast.
         if not self.gathers.wait_for_host:
             self.mesh.begin(name)
 
@@ -160,7 +160,7 @@ class Engine:
             self._seen_order.append(index)
         status = self.statuses[index]
         if status.num_computing:
-            # Called from inside its own forward, such as a module that owns parameters of the root.
+            # Called inside the unit's own forward, for example for a module that owns parameters of the root.
             self.gathers.make_ready(index, "forward")
         else:
             self._clock += 1
@@ -194,7 +194,7 @@ class Engine:
         return None
 
     def _drop_after_forward(self, status: UnitStatus) -> None:
-        """Drop a unit unless the next backward needs it. A rank whose forward did not run the unit decides the same."""
+        """Drop a unit unless the next backward needs it. Ranks that did not run the unit decide the same."""
         if not (self._awaits_backward and self._is_in_backward[status.index]) and not status.live_forwards():
             self.gathers.drop(status)
 
@@ -216,7 +216,7 @@ class Engine:
     def before_backward(self, call: ForwardCall, grad: Tensor) -> None:
         if self._in_backward and torch._C._current_graph_task_id() != self._graph_task:
             self.abandon_backward()
-        # An input that a unit hands through unchanged gets its gradient after the unit is done.
+        # An input that a unit returns unchanged gets its gradient after the unit's backward has ended.
         if call in self._opened or (self._in_backward and call.closed_in == self._num_backwards):
             return
         index, status = call.unit, self.statuses[call.unit]
@@ -227,15 +227,15 @@ class Engine:
         self._opened.add(call)
         status.num_computing += 1
         if status.plan.holds_units:
-            # Its backward begins before that of the units inside it. What it reads is held, or on its way.
+            # Its backward begins before that of the units inside it. Its weights are gathered, or being gathered.
             if status.plan.backward_reads:
                 self.gathers.make_ready(index, "backward")
             return
         self._enter_backward(index, self.gathers.show)
 
     def _come_to(self, call: ForwardCall | None) -> None:
-        """Close the forwards whose backward has run, and run the collectives of units that were left out. A unit that
-        holds others comes after those. None is the end of the backward."""
+        """Bring the backward to `call` (None: to its end). Close the forwards whose backward has run, and run the
+        collectives of units that this rank skipped. A unit that holds others comes after those inside it."""
         units = self.schedule.units
         ended = [other for other in self._opened if call is None or other.began > call.ended]
         ended.sort(key=attrgetter("began"), reverse=True)
@@ -262,8 +262,8 @@ class Engine:
                 self._close(other)
 
     def _may_come(self, status: UnitStatus, call: ForwardCall | None) -> bool:
-        """Return True if a backward at `call` may still come to a forward of this unit: one before its end (its
-        own forward may have called the unit), which this backward has not been through. None is the end."""
+        """Return True if a backward that is at `call` (None: at its end) may still reach a forward of this unit: one
+        that began before `call` ended (`call` may have called the unit) and that this backward has not been through."""
         return call is not None and any(
             other.began < call.ended and other.closed_in != self._num_backwards for other in status.live_forwards()
         )
@@ -304,8 +304,8 @@ class Engine:
         self._backward_at = len(self.units)
         for status in self.statuses:
             status.is_complete = False
-        # Units that hold others and that the forward gathered encoded. Every rank gathers them now, because the ranks'
-        # backwards may not come to the same units.
+        # Units that hold others and whose weights were encoded for the forward are gathered again. Every rank does it
+        # now, because the ranks' backwards may not reach the same units.
         for index in self.schedule.read_holders:
             if self.statuses[index].rounded:
                 self.gathers.start(index, "backward", needed_now=False)
@@ -370,8 +370,8 @@ class Engine:
             callback()
 
     def finish_gradients(self, states: Container[FlatState] | None = None) -> None:
-        """Reduce gradients, all or those of `states`, to the optimizer's layout, if `accumulate` left them local. With
-        loss scaling always all of them, because the scale may change with a step."""
+        """Reduce gradients, all or those of `states`, to the optimizer's layout, if `accumulate` left them local. Loss
+        scaling needs all of them reduced, because the scale may change with a step."""
         self.abandon_backward()
         self.reductions.refuse_late()
         local = [state for state in self.trainable_states if state.gradient.stage == "local"]
@@ -389,7 +389,7 @@ class Engine:
         self.reductions.forget(states, set_to_none)
 
     def units_changed_by(self, states: Iterable[FlatState]) -> list[int]:
-        """The units that a step changes which updates these flats; frozen units count as changed by every step."""
+        """Return the units that an update of these flats changes. Frozen units count as changed by every step."""
         own = set(states)
         return [unit.index for unit in self.units if not unit.trainable_states or own & set(unit.trainable_states)]
 
@@ -417,9 +417,9 @@ class Engine:
         self.gathers.start_first()
 
     def _follow(self, seen: list[int]) -> None:
-        """Make a schedule for the order in which the units really ran, if all ranks saw the same; a rank may have left
-        units out. A unit whose weights were used outside its forward stays gathered from now on, and is reduced last,
-        like one that holds others."""
+        """Make a schedule for the order in which the units really ran, if the ranks' orders agree; a rank may have
+        skipped units. A unit whose weights were used outside its forward stays gathered from now on, and is reduced
+        last, like a unit that holds others."""
         lent = [status.index for status in self.statuses if status.is_lent]
         orders, recorded, lents = zip(*exchange(self.mesh.world, (seen, self._seen_recorded, lent)), strict=True)
         for index in set().union(*orders).difference(*recorded):

@@ -1,4 +1,4 @@
-"""Lanes: queues of work that overlaps with the computation. Streams and events are used here only.
+"""Lanes: queues of work that overlaps with the computation. No other file of the engine uses streams and events.
 
 On a GPU a lane is a stream. Its work begins after what was queued on the compute stream before (`after_compute`), and
 the compute stream waits for it only at `compute_waits_for` and `join`. On a CPU a lane does nothing: copies happen at
@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.autograd import profiler
 from torch.profiler import record_function
 
-# A point on a lane; on a CPU there is nothing to wait for.
+# A point on a lane. None on a CPU: there is nothing to wait for.
 Mark = torch.cuda.Event | None
 
 
@@ -21,7 +21,7 @@ class Lane:
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        # Recorded anew each time: a stream waits for what an event was recorded on last.
+        # One event, recorded again each time: `wait_event` means the last recording before the call.
         self._begin = None if self._stream is None else torch.cuda.Event()
         self._outside = (0, 0, 0)
         self._has_work = False
@@ -29,11 +29,11 @@ class Lane:
 
     @property
     def queues(self) -> bool:
-        """True where waiting on this lane is queued like everything else, and costs the caller nothing."""
+        """True on a GPU: a wait on this lane is queued like other work, and does not block the caller."""
         return self._stream is not None
 
     def named(self, name: str) -> "Lane":
-        """Work inside shows up under this name in profiler traces; it costs nothing while no profiler runs."""
+        """Show the work inside `with` under this name in profiler traces. It costs nothing while no profiler runs."""
         if profiler._is_profiler_enabled:  # also if it was started by another thread for all threads
             self._range = record_function(f"shardwise::{name}")
         return self
@@ -54,14 +54,14 @@ class Lane:
             self._range = None
 
     def after_compute(self) -> "Lane":
-        """Let work inside run after everything that is queued on the compute stream so far."""
+        """Let the next work of this lane run after everything that is queued on the compute stream so far."""
         if self._stream is not None and self._begin is not None:
             self._begin.record(_current_stream(self._stream.device_index))
             self._stream.wait_event(self._begin)
         return self
 
     def after(self, *marks: Mark) -> "Lane":
-        """Let work inside run after points of other lanes, and after this lane's own work."""
+        """Let the next work of this lane run after these points of other lanes."""
         for mark in marks:
             if self._stream is not None and mark is not None:
                 self._stream.wait_event(mark)
@@ -86,8 +86,8 @@ class Lane:
             self._has_work = False
 
     def capture(self, graph: torch.cuda.CUDAGraph) -> AbstractContextManager[None]:
-        """Record, instead of running, what is queued inside on this lane and on lanes that wait for it."""
-        # Other threads, such as a communicator's watchdog, may still query events.
+        """Record the work inside `with`, on this lane and on lanes that wait for it, instead of running it."""
+        # `thread_local`: other threads, such as a communicator's watchdog, may still query events.
         return torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local")
 
     def mark_compute(self) -> Mark:
@@ -131,7 +131,7 @@ def _make_current(stream_id: int, device_index: int, device_type: int) -> None:
     torch._C._cuda_setStream(stream_id=stream_id, device_index=device_index, device_type=device_type)
 
 
-# Stream objects cost more to make than to use; there are a handful in a process.
+# A cache: to make a stream object costs more than to use it, and a process has only a few.
 _streams: dict[tuple[int, int, int], torch.cuda.Stream] = {}
 
 

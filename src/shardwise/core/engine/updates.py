@@ -22,13 +22,13 @@ class HostJob:
 
     urgency: int
     update: FlatUpdate
-    arrived: Mark  # the gradient has
-    clip: PendingHostCopy | None
+    arrived: Mark  # the point after which the gradient is on the host
+    clip: PendingHostCopy | None  # the factor of gradient clipping
     done: threading.Event = field(default_factory=threading.Event)
 
 
 class HostJobs:
-    """Updates on the host: of the jobs that are ready, a thread runs the most urgent. It ends when none is left.
+    """Updates on the host. A thread always runs the most urgent job that is ready, and ends when no job is left.
 
     Three things wait for the update of a flat: its next gather, a read of its masters, and its next gradient, which
     overwrites the last one. Jobs release the GIL while they run, so that the thread which queues work for the device

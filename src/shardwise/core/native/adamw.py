@@ -2,8 +2,8 @@
 
 The C code (`c/adamw.c`, `c/adamw8.c`) is compiled at the first call (`library.py`). It runs outside the GIL, on one
 thread for each of the rank's processors. The results are those of `torch.optim.AdamW` on the same processor, bit for
-bit; torch computes the factors in double precision and rounds each once, and so do we. Without a compiler torch's own
-operations do the work.
+bit: as in torch, factors are computed in double precision and rounded once. Without a C compiler, torch's own
+operations are used.
 """
 
 import ctypes
@@ -24,10 +24,10 @@ from .library import DTYPES, library, struct_fields
 BLOCK_ELEMS = 256  # elements of an 8-bit moment that share a scale
 LEAST_SCALE = 1e-12  # smallest scale of such a block, as in torchao: a block of zeros has a scale, too
 CHUNK_ELEMS = 1 << 20  # torch's operations work on this many elements at a time, which stay in the caches
-FUSED_LANES = 8  # torch's fused kernels round the remainder of an array, divided by this, in another order
-NUM_SPANS = (25 << 7) + 1
-SQRT_MODE = 0x140102  # the mode in which torch calls MKL's root: high accuracy, denormals as they are, no errors
-NUM_TRIED = 1 << 12
+FUSED_LANES = 8  # torch's fused kernels use another order of operations for the last `length % 8` elements
+NUM_SPANS = (25 << 7) + 1  # length of an encoder's table for one sign, as in c/adamw8.c
+SQRT_MODE = 0x140102  # the mode in which torch calls MKL's square root: high accuracy, denormals kept, no errors
+NUM_TRIED = 1 << 12  # numbers on which `torch_square_root` compares
 
 
 class AdamwJob(ctypes.Structure):
@@ -74,11 +74,11 @@ class Moment8:
 
 @dataclass(frozen=True, slots=True)
 class AdamUpdate:
-    """One update of flat tensors of one length. The gradient counts as grad * grad_scale, rounded to its dtype.
+    """One update of flat tensors of equal length. The gradient is grad * grad_scale, rounded to its dtype.
 
-    `master` and the moments are updated in place: fp32, or both moments in 8 bits. Then updates and codes are those of
-    torchao's AdamW8bit and Adam8bit, which have one order of operations, so `settings.fused` does not matter. `grad`
-    is fp32, bf16 or fp16. `out`, of the same dtypes, receives the new weights, rounded to nearest even.
+    `master` and the moments are updated in place. They are fp32, or both moments have 8 bits; in this case the results
+    are those of torchao's AdamW8bit and Adam8bit, and `settings.fused` has no effect. `grad` is fp32, bf16 or fp16.
+    `out` may have the same three dtypes. It receives the new weights, rounded to nearest even.
     """
 
     master: Tensor
@@ -90,7 +90,7 @@ class AdamUpdate:
     grad_scale: float
 
     def check(self) -> None:
-        """Refuse tensors whose addresses C would misread."""
+        """Refuse tensors that the C code would misread, because it sees only their addresses."""
         num_elems, fp32 = self.master.numel(), (torch.float32,)
         wanted: dict[str, tuple[Tensor, int, Iterable[torch.dtype]]] = {"master": (self.master, num_elems, fp32)}
         for name, moment in (("exp_avg", self.exp_avg), ("exp_avg_sq", self.exp_avg_sq)):
@@ -123,7 +123,7 @@ def adamw(update: AdamUpdate, cores: tuple[int, ...]) -> None:
     job = _job(loaded, update)
     function = loaded.shardwise_adamw8 if isinstance(job, Adamw8Job) else loaded.shardwise_adamw
     ids = (ctypes.c_int32 * len(cores))(*cores)
-    # ctypes gives the GIL back while the function runs.
+    # ctypes releases the GIL while the function runs.
     function(ctypes.byref(job), ctypes.c_int64(update.master.numel()), ids, ctypes.c_int32(len(cores)))
 
 
@@ -170,8 +170,8 @@ def _encoder(loaded: ctypes.CDLL, lookup: tuple[float, ...]) -> Tensor:
 
 @cache
 def torch_square_root() -> tuple[int | None, int | None]:
-    """Find the square root that torch's loop of AdamW uses, by a trial: the addresses of a C function and of one that
-    keeps it on the calling thread, or None for the processor's own root.
+    """Find by a trial which square root torch's loop of AdamW uses. Return the addresses of MKL's function and of the
+    one that keeps it on the calling thread, or twice None for the processor's own square root.
 
     On x86 torch takes roots of whole tensors with MKL, whose results may differ from the processor's in the last bit
     and depend on the processor. torch's fused AdamW always uses the processor's own.

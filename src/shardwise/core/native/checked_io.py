@@ -25,7 +25,7 @@ from .library import struct_fields
 
 CHECK_BYTES = 1 << 20
 
-# A file, memory, and the memory's place in the file; returns one checksum for every `CHECK_BYTES`.
+# Arguments: a file descriptor, memory, and its offset in the file. Returns one checksum for every `CHECK_BYTES`.
 Transfer = Callable[[int, memoryview, int], list[int]]
 
 
@@ -34,10 +34,10 @@ class _Factors(ctypes.Structure):
 
 
 def checked_io(library: ctypes.CDLL | None) -> tuple[Transfer, Transfer]:
-    """The functions that write and read."""
+    """Return the function that writes and the one that reads."""
     if library is None:
         return _write, _read
-    # Computed before threads need them: `cache` may compute a value twice and keep one, and C may hold the other.
+    # Computed before threads need them: in two threads `cache` may compute a value twice and free one that C reads.
     factors()
     write, read = library.shardwise_write_blocks, library.shardwise_read_blocks
     write.restype = read.restype = ctypes.c_int64
@@ -87,7 +87,7 @@ def checksums(content: memoryview) -> list[int]:
 
 
 def factors() -> tuple[Tensor, Tensor]:
-    """One for each word of a page, and one for each page of a block."""
+    """Return the odd factors of the checksum: one for each word of a page, and one for each page of a block."""
     return _factors(ALIGNMENT // 8), _factors(CHECK_BYTES // ALIGNMENT)
 
 

@@ -1,8 +1,8 @@
 """The processors on which a rank's host updates run: the ranks of one machine share them fairly.
 
 Shares differ by one processor at most. They are contiguous in an order that keeps NUMA nodes together, and within them
-the threads of a core: no two ranks share a core, and as few as possible share a node's memory bus. A container's quota
-of processor time limits the number of threads: the kernel would interrupt more of them.
+the threads of a core. Therefore few ranks share a core or the memory bus of a NUMA node. A container's quota of
+processor time limits the number of threads: with more of them, the kernel would pause the process.
 """
 
 import os
@@ -25,7 +25,7 @@ def cores_for(local_rank: int, num_local_ranks: int) -> tuple[int, ...]:
 
 
 def share(ordered: tuple[int, ...], quota: float | None, local_rank: int, num_local_ranks: int) -> tuple[int, ...]:
-    """The part of `ordered` that belongs to one rank. With more ranks than processors, ranks take turns."""
+    """The part of `ordered` that belongs to one rank. With more ranks than processors, ranks share processors."""
     num_cores = len(ordered)
     if num_local_ranks >= num_cores:
         return (ordered[local_rank % num_cores],)
@@ -51,6 +51,6 @@ def near_each_other(ids: Iterable[int], system: Path) -> tuple[int, ...]:
 
 
 def listed(text: str) -> set[int]:
-    """The numbers of a list as the kernel writes it: "0-3,8"."""
+    """Parse a list of numbers in the kernel's format, such as 0-3,8."""
     spans = (span.partition("-") for span in text.strip().split(",") if span)
     return {number for first, _, last in spans for number in range(int(first), int(last or first) + 1)}

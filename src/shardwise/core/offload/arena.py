@@ -1,7 +1,7 @@
 """Pinned host memory of one rank: an arena that is sized once and pinned as a whole, and buffers that are reused.
 
-torch's own pinned allocator rounds every request up to a power of two. The arena is registered with CUDA once, because
-CUDA only copies from and to memory inside a single registration.
+torch's own pinned allocator is not used, because it rounds every request up to a power of two. The arena is registered
+with CUDA as a whole, because CUDA cannot copy a range that crosses two registrations.
 """
 
 import errno
@@ -35,7 +35,7 @@ class Arena:
         self.row = _zeros(num_bytes)
         self.is_pinned = pin and num_bytes > 0 and _pin(self.row)
         if self.is_pinned:
-            # At exit the driver unpins it, and may be gone by then.
+            # Not at exit: the driver unpins the memory itself, and may already be shut down.
             unpin = weakref.finalize(self, lambda row: torch.cuda.cudart().cudaHostUnregister(row.data_ptr()), self.row)
             unpin.atexit = False
 
@@ -57,8 +57,8 @@ class Arena:
 
 
 def temporary_zeros(num_elems: int, dtype: torch.dtype) -> Tensor:
-    """A temporary tensor of zeros, whose memory goes back to the system with it. malloc would keep the memory without
-    reusing it for the next large tensor, and take more and more from the system."""
+    """Return a temporary tensor of zeros. Its memory goes back to the system when it is freed. malloc would keep the
+    memory without reusing it for the next large tensor, and take more and more from the system."""
     num_bytes = num_elems * dtype.itemsize
     return _zeros(num_bytes)[:num_bytes].view(dtype)
 
@@ -77,7 +77,7 @@ def _zeros(num_bytes: int) -> Tensor:
     try:
         memory.madvise(mmap.MADV_HUGEPAGE)
     except OSError as error:
-        if error.errno != errno.EINVAL:  # a kernel without them
+        if error.errno != errno.EINVAL:  # EINVAL: a kernel without huge pages
             raise
     # A child, such as a data loader's worker, would get a copy of every pinned page.
     memory.madvise(mmap.MADV_DONTFORK)
@@ -85,7 +85,7 @@ def _zeros(num_bytes: int) -> Tensor:
 
 
 def _pin(row: Tensor) -> bool:
-    """Register memory with CUDA; False, with a warning, where that is refused."""
+    """Register memory with CUDA. If CUDA refuses, log a warning and return False."""
     why = "there is no CUDA device"
     if torch.cuda.is_available():
         row.zero_()  # many threads allocate the pages here; registering them is then fast
@@ -114,17 +114,17 @@ def _take_last_error() -> None:
 
 
 class HostBuffers:
-    """A pool of host buffers. If sizes do not vary from step to step, nothing is allocated after the first one.
+    """A pool of host buffers. If sizes do not vary from step to step, nothing is allocated after the first step.
 
     If no free buffer is large enough, the largest free one is replaced by a new one, so there are never more buffers
-    than were lent at once. `settle` waits until no buffer is copied from or to.
+    than were lent at once. `settle` waits until no copy reads or writes a free buffer.
     """
 
     def __init__(self, pin: bool, settle: Callable[[], None]) -> None:
         self._pin = pin
         self._settle = settle
-        self._free: list[Arena] = []  # by size
-        # The garbage collector may return one at any moment; `lend` sorts them in.
+        self._free: list[Arena] = []  # sorted by size
+        # The garbage collector may return a buffer at any moment; `lend` moves it to `_free`.
         self._returned: deque[Arena] = deque()
         self.held_bytes = 0
 

@@ -1,7 +1,7 @@
 """Bytes on a disk, in regions of one file per rank. The file has no name, so it is gone when the process ends.
 
 A request is cut into parts that threads move in parallel, around the page cache where the file system allows it. It
-waits for earlier ones that touch the same blocks, unless all of them read. A checksum of each block is computed when it
+waits for earlier requests for the same blocks, unless all of them read. A checksum of each block is computed when it
 is written and compared whenever it is read. The first failure is stored, and every later call raises it again, so that
 training never continues with lost state.
 """
@@ -28,7 +28,7 @@ from ...base.files import ALIGNMENT, go_direct, is_direct
 from ...base.intervals import round_up
 from ..native.checked_io import CHECK_BYTES, checked_io
 
-PART_BYTES = 16 << 20  # that a thread reads or writes at once
+PART_BYTES = 16 << 20  # the most that a thread reads or writes at once
 _NUM_THREADS = 8  # readers, and as many writers: while some compute checksums, others keep the disk busy
 _FIXES = {
     errno.ENOSPC: "make room there, or name a folder on another disk",
@@ -43,7 +43,7 @@ class Pending:
     """A put or a fetch that was started. Until it is done, its tensor must not be used."""
 
     def __init__(self, start: int, stop: int, is_put: bool, num_parts: int) -> None:
-        # Whole blocks: to write a part of one, the rest of it is read.
+        # Whole blocks: to write a part of a block, the rest of the block is read.
         self.start = start // CHECK_BYTES * CHECK_BYTES
         self.stop = round_up(stop, CHECK_BYTES)
         self.is_put = is_put
@@ -66,14 +66,14 @@ class Region:
     offset: int  # in the file
     num_bytes: int
     is_new: bool = True  # nothing was written to it
-    sums: list[int | None] = field(init=False, repr=False)  # of block after block; None before one is written
+    sums: list[int | None] = field(init=False, repr=False)  # a checksum for each block; None before it is written
     _under_way: list[Pending] = field(default_factory=list, repr=False)
 
     def __post_init__(self) -> None:
         self.sums = [None] * (round_up(self.num_bytes, CHECK_BYTES) // CHECK_BYTES)
 
     def add(self, new: Pending) -> list[Pending]:
-        """Register a request; returns the earlier ones that it has to wait for."""
+        """Register a request. Return the earlier requests that it has to wait for."""
         self._under_way = [each for each in self._under_way if not each.is_done]
         touching = [each for each in self._under_way if new.start < each.stop and each.start < new.stop]
         self._under_way.append(new)
@@ -84,7 +84,7 @@ class Region:
         return start, min(start + CHECK_BYTES, self.num_bytes)
 
     def cuts(self, start: int, stop: int, address: int) -> Iterator[tuple[int, int, bool]]:
-        """Cut these bytes, which lie in memory at this address, for threads: begin, end, and `RegionPart.is_whole`."""
+        """Cut bytes, whose memory begins at `address`, into parts for threads: begin, end, `RegionPart.is_whole`."""
         while start < stop:
             end = start
             if start % CHECK_BYTES == 0 and address % ALIGNMENT == 0:
@@ -112,7 +112,7 @@ class RegionPart:
 
 
 class Disk:
-    """Room for `num_bytes` in an existing folder, all of it reserved now.
+    """A file for `num_bytes` in an existing folder. The constructor reserves all of it.
 
     `library` is the compiled C code: threads need less processor time with it, and wait less for the interpreter's
     lock.
@@ -139,7 +139,7 @@ class Disk:
         ]
         for thread in threads:
             thread.start()
-        # Also when the interpreter exits.
+        # Runs when this object is freed, and also when the interpreter exits.
         queues = [self._to_read, self._to_write]
         self._end = weakref.finalize(self, _end, folder, self._failures, queues, threads, self._file)
 
@@ -233,7 +233,7 @@ class Disk:
             if not is_put or (len(memory) < stop - start and region.sums[start // CHECK_BYTES] is not None):
                 self._read(region, start, block)
             else:
-                block[:] = bytes(len(block))  # also behind the region's end
+                block[:] = bytes(len(block))  # also the padding after the region's end
             if is_put:
                 block[inside] = memory
                 self._write(region, start, block)
@@ -256,7 +256,7 @@ class Disk:
 def _work(jobs: Jobs) -> None:
     """Run jobs in the order in which they were added.
 
-    Not an executor: that takes no more work once the main thread has ended, and a save may still run then.
+    An executor is not used: it takes no more work once the main thread has ended, and a save may still run then.
     """
     while (job := jobs.get()) is not None:
         job()
@@ -287,13 +287,13 @@ def _blocks(start: int, memory: memoryview) -> slice:
 
 
 def reserve(folder: Path, num_bytes: int) -> int:
-    """Create an unnamed file of this size in an existing folder; its descriptor goes around the page cache."""
+    """Create an unnamed file of this size in an existing folder. Return a descriptor that bypasses the page cache."""
     if not folder.is_dir():
         raise PlaceError(f"{folder} is not a folder, and state is to be offloaded there: make it, or name another one")
     status = os.statvfs(folder)
     free = status.f_bavail * status.f_frsize
     try:
-        if num_bytes > free and status.f_blocks:  # checked first, as trying would fill the disk; 0: unknown
+        if num_bytes > free and status.f_blocks:  # checked first: a trial would fill the disk; 0: unknown
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         with TemporaryFile(dir=folder, buffering=0) as file:
             if num_bytes:

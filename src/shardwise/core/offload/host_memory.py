@@ -63,7 +63,7 @@ class ReadAhead:
             self.give_back(buffer)
 
     def ask(self, key: Hashable, read: Callable[[Tensor], list[Pending]]) -> bool:
-        """Start to read, if a buffer is free of writes; False if none is."""
+        """Start to read ahead. Return False if no buffer can be used now."""
         if key in self._ahead:
             return True
         if len(self._ahead) == self._most or not self._free or not all(each.is_done for each in self._free[0][1]):
@@ -81,7 +81,7 @@ class ReadAhead:
 
     def take_empty(self) -> Tensor:
         if not self._free:
-            # Its state must be read again.
+            # Take the buffer that was read ahead last. Its state must be read again later.
             self.give_back(self._wait_for(next(reversed(self._ahead))))
         buffer, writing, wait = self._free.popleft()
         for pending in writing:
@@ -128,7 +128,7 @@ class HostMemory:
                 raise ConfigurationError(f"state is offloaded to disk and no folder is named for it: {fix}")
             self.disk = Disk(disk_path, self.size.disk, library())
         self.arena = Arena(self.size.host, pin=pin)
-        # Not all windows are read ahead: the disk should have something to write at the same time.
+        # Two windows are not used for reading ahead, so that the disk can write at the same time.
         self.windows = ReadAhead(self._buffers(NUM_WINDOWS, self.size.windows, "a window"), NUM_WINDOWS - 2)
         self.staging = ReadAhead(self._buffers(NUM_STAGED, self.size.staged, "staging"), NUM_STAGED)
 
@@ -142,7 +142,7 @@ class HostMemory:
         return self.disk
 
     def state_of(self, flat: Flat, unit_name: str) -> "OffloadedState | None":
-        """Take the memory for a flat's state; None if all of it is on the device."""
+        """Take memory for the offloaded state of a flat. Return None if all of its state is on the device."""
         if flat.master_on == "device" and flat.rest_on in (None, "device"):
             return None
         names = (MASTER, *self.row_names) if flat.trainable else (MASTER,)
@@ -162,11 +162,11 @@ class HostMemory:
     # Parameters of units on disk, which are read into staging memory and copied to the device.
 
     def ask_staged(self, wanted: Sequence["OffloadedState"]) -> bool:
-        """Start to read these flats of a unit; False if there is no room for them now."""
+        """Start to read these flats of a unit. Return False if there is no room for them now."""
         return self.staging.ask(tuple(wanted), partial(_read_staged, wanted))
 
     def take_staged(self, wanted: Sequence["OffloadedState"]) -> tuple[Tensor, dict[Flat, Tensor]]:
-        """The memory with a unit's parameters, to be given back when the device has read it, and each flat's part."""
+        """Return memory with a unit's parameters, and each flat's part. Give it back once the device has read it."""
         place = self.staging.take(tuple(wanted), partial(_read_staged, wanted))
         views = {state.flat: view for state, view in _staged_views(wanted, place)}
         self.moves.add("read", sum(view.nbytes for view in views.values()))
@@ -200,7 +200,7 @@ class Rows:
         return dict(zip(self.names, record.split(self.chunks[number].num_elems), strict=True))
 
     def take(self, number: int, moves: Moves) -> Tensor | None:
-        """A window with a chunk read from disk, or zeros if it was never written; None if rows are on the host."""
+        """Return a window with a chunk from disk (zeros if it was never written); None if rows are on the host."""
         if not self.on_disk:
             return None
         region = self.regions[number]
@@ -239,7 +239,7 @@ class Rows:
         return found
 
     def set_part(self, name: str, where: slice, values: Tensor) -> None:
-        """Set elements of a row from outside. The other elements of a chunk that was never written become zero."""
+        """Set elements of a row to `values`. The other elements of a chunk that was never written become zero."""
         if not self.on_disk:
             self.tensors[name][where].copy_(values)
             return
@@ -277,7 +277,7 @@ class OffloadedState:
 
     @property
     def updated(self) -> Tensor | None:
-        """The tensor for updated weights in the compute dtype; None if that is the master itself, or the disk."""
+        """The tensor for updated weights in the compute dtype; None if they are the master itself, or go to disk."""
         return self.rest if self.rest is not None and self.flat.rest_is_own else self.out
 
     @property

@@ -24,7 +24,7 @@ Axes = tuple[str, ...]
 def global_norm(
     states: Iterable[FlatState], channels: Channels, device: torch.device, norm_type: float = 2.0
 ) -> Tensor:
-    """The norm of all final gradients together."""
+    """Return the norm of all final gradients together, the same on every rank."""
     parts: dict[Axes, Tensor] = {}
     for state in states:
         gradient = state.gradient
@@ -66,7 +66,7 @@ def require_norm_type(norm_type: float) -> float:
 
 
 def require_limit(name: str, limit: Any) -> None:
-    """Refuse a limit that is not above 0: torch sets all gradients to 0 then, other libraries clip nothing."""
+    """Refuse a limit that is not above 0: with it torch sets all gradients to 0, and other libraries do not clip."""
     if not isinstance(limit, int | float | Tensor) or not float(limit) > 0:
         raise ConfigurationError(
             f"{name}={limit!r}: it must be above 0. To clip nothing, leave the call out; "

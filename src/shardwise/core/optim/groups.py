@@ -15,13 +15,13 @@ from ..unit.user_parameter import Place, place_of
 
 
 def shard_of(param: Tensor) -> Tensor | None:
-    """This rank's part of one of the user's parameters, if it has one that is trained."""
+    """Return this rank's part of a user's parameter; None if the part is empty or not trained."""
     place = place_of(param)
     return place.resting if place is not None and place.resting.requires_grad and place.resting.numel() else None
 
 
 def optimizer_of_each(optimizers: Sequence[torch.optim.Optimizer], names: Mapping[Tensor, str]) -> dict[str, int]:
-    """The number of the optimizer that has a parameter, by its name. Refuses parameters that are not the model's."""
+    """Map the name of each parameter to the number of its optimizer. Refuse parameters that are not the model's."""
     found: dict[str, int] = {}
     for number, optimizer in enumerate(optimizers):
         groups = [group["params"] for group in optimizer.param_groups]
@@ -42,7 +42,7 @@ def optimizer_of_each(optimizers: Sequence[torch.optim.Optimizer], names: Mappin
 def names_of_joining(
     optimizer: torch.optim.Optimizer, params: list[Tensor], own: list[FlatState], others: list[FlatState]
 ) -> tuple[list[str], str]:
-    """Names of the user's parameters that are to join the groups, and the reason why they cannot, or an empty one."""
+    """Return names of parameters that the user adds to the groups, and why they cannot be added (empty: they can)."""
     held = {param for known in optimizer.param_groups for param in known["params"]}
     names: list[str] = []
     for number, param in enumerate(params):
@@ -70,7 +70,7 @@ def shard_groups(optimizer: torch.optim.Optimizer) -> list[list[Tensor]]:
 
 
 class NoPartError(StateError, KeyError):
-    """Also a KeyError, as every mapping raises for a missing key."""
+    """This rank has no part of the parameter. Also a KeyError, which mappings raise for a missing key."""
 
     __str__ = Exception.__str__
 
@@ -81,8 +81,8 @@ def _own_key(key: Any) -> Any:
 
 
 class UserState(MutableMapping[Any, Any]):
-    """The optimizer's state by the user's parameters: for each, the state of this rank's part. Other keys are the
-    optimizer's own.
+    """The optimizer's state with the user's parameters as keys: the value is the state of this rank's part. Other keys
+    are the optimizer's own.
 
     `was_changed` is called with a part whose state was set or deleted.
     """
@@ -122,13 +122,13 @@ class UserState(MutableMapping[Any, Any]):
 
 
 def cut_state(optimizer: torch.optim.Optimizer, places: Iterable[tuple[nn.Parameter, Place]]) -> None:
-    """Cut state that is there already (made by the constructor, or loaded) like the parameters it belongs to."""
+    """Cut the state that existed before `sw.shard` (made by the constructor, or loaded) like its parameters."""
     for original, place in places:
         state, resting = optimizer.state.pop(original, None), place.resting
         if state is None or not resting.requires_grad or not resting.numel():
             continue
         for key, value in state.items():
-            # Every rank keeps counters and the like.
+            # Other values, such as counters, are not cut: every rank keeps them.
             if isinstance(value, Tensor) and value.shape == place.shape and key != "step":
                 part = place.state.part_of(place.index, value).view(resting.shape)
                 dtype = resting.dtype if value.is_floating_point() else value.dtype

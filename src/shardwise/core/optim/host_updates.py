@@ -54,7 +54,7 @@ class HostUpdates:
         self._cores = cores
 
     def refuse_other_rows(self) -> None:
-        """Refuse settings with which the optimizer keeps more than it did when the model was sharded."""
+        """Refuse settings with which the optimizer keeps more tensors than when the model was sharded."""
         more = [name for name in state_tensor_names(self._optimizer) if self._row_names and name not in self._row_names]
         if more:
             raise ConfigurationError(
@@ -63,7 +63,7 @@ class HostUpdates:
             )
 
     def take_over(self, states: Iterable[FlatState]) -> None:
-        """Move state that was set from outside into the rows; missing state becomes zero."""
+        """Copy the optimizer's state into the rows, where it is not there yet; missing state becomes zero."""
         for state in states:
             rows = rows_of(state)
             for index, held in state.held.items():
@@ -115,7 +115,7 @@ class HostUpdates:
             flags = (decoupled, bool(group.get("maximize")), bool(group.get("fused")))
             settings = AdamSettings(lr, beta1, beta2, eps, decay, *flags, int(stored["step"]))
             is_next = in_rows and last is not None and each.index == last.index + 1 and runs[-1][1] == settings
-            # torch's fused update rounds a remainder after whole lanes differently.
+            # torch's fused update rounds the last `length % FUSED_LANES` elements differently.
             if is_next and last is not None and not (settings.fused and last.where.num_elems % FUSED_LANES):
                 runs[-1] = (Interval(runs[-1][0].start, each.where.stop), settings, stored)
             else:
@@ -201,7 +201,7 @@ class FlatUpdate:
             views = rows.views(number, window)
             out = None if offloaded.updated is None else offloaded.updated[chunk.start : chunk.stop]
             if offloaded.writes_weights:
-                # Behind the chunk in its window, if both go to disk; else weights have a window for themselves.
+                # If both go to disk, weights lie behind the chunk in its window; else they have their own window.
                 start = 0 if window is None else round_up(rows.regions[number].num_bytes, ALIGNMENT)
                 window = windows.take_empty() if window is None else window
                 out = window[start : start + chunk.num_elems * compute.itemsize].view(compute.torch)

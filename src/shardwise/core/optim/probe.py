@@ -1,6 +1,6 @@
 """Trials of an optimizer on small matrices: can it work on shards, and what does it keep for each parameter?
 
-A shard is a run of elements of each parameter. An optimizer works on shards if two copies of it, each with one half of
+A shard has consecutive elements of a parameter. An optimizer works on shards if two copies, each with one half of
 every parameter, compute the same as one copy with all parameters whole. Adam, SGD and Lion do. Muon, Adafactor and LAMB
 do not, nor do optimizers that clip inside their step or learn a step size from all gradients (D-Adaptation, Prodigy).
 """
@@ -31,7 +31,7 @@ _SMALL_MOMENTS = {"8bit": 1 + 4 / 256, "Fp8": 1 + 4 / 256, "4bit": 0.5 + 4 / 128
 def refuse_unless_elementwise(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
     if type(optimizer).__module__.startswith(KNOWN_PACKAGES):
         return
-    # Groups that differ in more than their parameters and their learning rate, which the trial sets.
+    # One of each kind of group. Parameters and learning rates do not count, because the trial sets them.
     different: dict[str, dict[str, Any]] = {}
     for group in optimizer.param_groups:
         same = {key: value for key, value in group.items() if key not in ("params", "param_names", "lr", "initial_lr")}
@@ -92,7 +92,7 @@ def state_tensor_names(optimizer: torch.optim.Optimizer) -> tuple[str, ...]:
 
 
 def num_moments(optimizer: torch.optim.Optimizer | None, precision: Precision) -> float:
-    """Tensors of the master's size that an optimizer will keep: Adam's two, unless it is known to differ."""
+    """Number of tensors of the master's size that an optimizer will keep: two as in Adam, unless known to differ."""
     if optimizer is None:
         return 0
     name, groups = type(optimizer).__name__, optimizer.param_groups
@@ -106,7 +106,7 @@ def num_moments(optimizer: torch.optim.Optimizer | None, precision: Precision) -
 
 
 def refuse_unless_rows(optimizer: torch.optim.Optimizer) -> None:
-    """Refuse an optimizer whose state cannot be on disk: it must come to the optimizer part by part."""
+    """Refuse an optimizer whose state cannot be on disk, because it cannot be read and updated part by part."""
     if not type(optimizer).__module__.startswith("torch.optim."):
         raise ConfigurationError(
             f"optimizer {type(optimizer).__name__} keeps its state in its own way, which cannot be offloaded to disk: "
@@ -128,8 +128,8 @@ def _train(
     grads: list[list[list[Tensor]]],
     half: int | None = None,
 ) -> Any:
-    """Steps of a copy of the optimizer with the hyper-parameters of these groups, on other tensors or one half of each.
-    Nothing changes in the original."""
+    """Run steps of a copy of the optimizer with the hyper-parameters of these groups, on these tensors or on one half
+    of each. Return the copy. The original does not change."""
 
     def part(matrix: Tensor) -> Tensor:
         return (matrix if half is None else matrix.reshape(-1).chunk(2)[half]).clone()
@@ -164,7 +164,7 @@ def _train(
 
 
 def _attribute(value: Any, optimizer: torch.optim.Optimizer, trial: Any, known: set[Tensor]) -> Any:
-    """An attribute of the trial: its own parameters, an inner optimizer on the same ones, or copies of numbers."""
+    """Return an attribute for the trial: the trial's parameters, a copy of an inner optimizer, or a copy of numbers."""
     if isinstance(value, torch.optim.Optimizer) and value is not optimizer:
         inside = shadow_of(value)
         if value.param_groups is optimizer.param_groups:
@@ -181,10 +181,10 @@ def _attribute(value: Any, optimizer: torch.optim.Optimizer, trial: Any, known: 
 
 
 def shadow_of(optimizer: torch.optim.Optimizer) -> Any:
-    """A copy of the same class, without state, that may be given other parameters, also in another thread."""
+    """Return a copy without state. It may be given other parameters, and may run in another thread."""
     shadow = object.__new__(type(optimizer))
     shadow.__dict__.update(optimizer.__dict__)
-    # A scheduler patches the instance's step to count on the original.
+    # A scheduler has replaced the instance's `step` by one that counts the calls of the original.
     shadow.__dict__.pop("step", None)
     shadow.state = defaultdict(dict)
     return shadow

@@ -68,8 +68,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         host: HostUpdates,
         skip_nonfinite: bool,
     ) -> None:
-        # Not super().__init__: groups and state are the inner optimizer's, the user's own. Its state belongs to this
-        # rank's parts of the parameters.
+        # Not super().__init__: groups and state are those of the inner optimizer. Its state belongs to this rank's
+        # parts of the parameters.
         self.inner = inner
         for name in ("state_dict", "load_state_dict", "add_param_group"):
             fix = "use the one that sw.shard returned, and sw.save and sw.load for its state"
@@ -91,8 +91,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._parts: list[Part] = []
         self._parts_are_for: tuple[object, bool] = (None, False)
         self._is_early = early_update
-        # Of this step: flats whose gradient has arrived, with early updates, and flats that are updated, or that the
-        # host has been given to update.
+        # In this step: flats whose gradient has arrived (only with early updates), and flats that are updated or that
+        # are queued for an update on the host.
         self._arrived: set[FlatState] = set()
         self._updated: set[FlatState] = set()
         self._settings_when_early: list[dict[str, Any]] = []
@@ -105,7 +105,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return f"Sharded{self.inner!r}"
 
     def stored_state(self, resting: Tensor, key: str) -> Any:
-        """Return the optimizer's state of a parameter under a key; read it if it is on disk."""
+        """Return one value of the optimizer's state of a parameter; read it if it is on disk."""
         value = self.inner.state[resting][key]
         if isinstance(value, OnDisk):
             state, index = self._places[resting]
@@ -113,7 +113,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return value
 
     def was_restored(self, resting: Tensor) -> None:
-        """Copy the state of a parameter that was set from outside to where the host's updates read it."""
+        """Copy a parameter's state, after a user or a checkpoint has set it, to where the host's updates read it."""
         state, _ = self._places[resting]
         if state.flat.host_updates:
             self._host.take_over([state])
@@ -146,7 +146,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def clip_grad_norm(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
         """Scale all gradients down so that their norm is at most `max_norm` (above 0); returns the norm before.
 
-        The norm is over all parameters and ranks, and the same on every rank. With `error_if_nonfinite` one that is
+        The norm is over all parameters and ranks, and the same on every rank. With `error_if_nonfinite`, a norm that is
         not finite is an error on every rank, and the gradients stay as they are.
         """
         order = require_norm_type(norm_type)
@@ -160,7 +160,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return norm
 
     def clip_grad_value(self, clip_value: float) -> None:
-        """Bring every element of the gradients into -clip_value ... clip_value (above 0), the same on every rank."""
+        """Clamp every element of the gradients to -clip_value ... clip_value (above 0, the same on every rank)."""
         final = self._final_gradients("clip_grad_value")
         limit = self._agreed("clip_grad_value", clip_value)
         require_limit("clip_value", limit)
@@ -171,7 +171,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             state.gradient.square = None
 
     def scale_grads(self, factor: float | Tensor) -> None:
-        """Multiply all gradients by a number, which is the same on every rank: one over the tokens of a step."""
+        """Multiply all gradients by a number that is the same on every rank, such as 1 / (tokens of the step)."""
         final = self._final_gradients("scale_grads")
         number = self._agreed("scale_grads", factor)
         self._stepper.await_gradients()
@@ -179,7 +179,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._apply_clips(final)
 
     def _final_gradients(self, verb: str) -> list[FlatState]:
-        """Flats that have a gradient, complete and as it was clipped so far."""
+        """Return the flats that have a gradient, after all reductions and with earlier clipping applied."""
         if self._is_early:
             raise _early_error(f"optimizer.{verb}", "it needs all gradients first; leave out early_update")
         self._stepper.finish_gradients(self._own)
@@ -303,7 +303,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     @contextmanager
     def _holding(self, shards: list[list[Tensor]]) -> Iterator[None]:
-        """Let the groups hold these tensors for a while. The lists stay the same objects: some optimizers keep them."""
+        """Let the groups hold these tensors inside `with`. The list objects stay the same: optimizers may keep them."""
         lists = [group["params"] for group in self.inner.param_groups]
         users = [list(params) for params in lists]
         for params, held in zip(lists, shards, strict=True):
@@ -330,7 +330,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._await_host(states)
 
     def _publish(self, states: list[FlatState]) -> None:
-        """Update the copies of parameters on the host that the optimizer itself has updated."""
+        """Refresh the host's copies of parameters after the optimizer itself has updated their masters."""
         for state in states:
             if state.offloaded is not None and state.flat.host_updates:
                 self._host.take_over([state])

@@ -1,13 +1,13 @@
 """One flat buffer of a unit as a pure value: the parameters in it, and every hop that gathers or reduces it.
 
-Parameters of one unit with the same dtypes, trainability and optimizer share a flat. The layout's chain of axes splits
-it again and again; `spans[d]` is the part that this rank holds after d splits. Parameters, gradients and optimizer are
+Parameters of one unit with the same dtypes, trainability and optimizer share a flat. Each axis of the layout's chain
+splits it further; `spans[d]` is the part that this rank holds after d splits. Parameters, gradients and optimizer are
 each split down to a depth of the chain, so every layout is three numbers (P, G, O):
 
     gather   master at depth O -> copy at rest at depth P -> whole at depth 0
     reduce   whole at depth 0 -> gradient at depth G, each micro-batch -> depth O, once a step
 
-Over the axes behind O, which do not split the optimizer, an all-reduce sums gradients once a step. Frozen parameters
+Over the axes after O, which do not split the optimizer, an all-reduce sums gradients once a step. Frozen parameters
 have no optimizer: their master is at depth P. The words are explained in `unit/__init__.py`.
 
 Encoded parameters have a flat of their own: matrices are encoded, the rest of a unit is exact. While they are sent, the
@@ -107,7 +107,7 @@ class Flat:
     def _place_params(self) -> None:
         depth, codecs = self.depth_of_master, (self.params_codec, self.grads_codec)
         block = max([BLOCK_ELEMS, *(codec.block for codec in codecs if codec is not None)])
-        # An encoded all-reduce is computed by all ranks, each its part: so the flat is divided by all axes.
+        # In an encoded all-reduce each rank of the axis sums a part, so the flat must be divisible by all axes.
         num_shards = prod(self.axis_sizes[:depth]) if self.grads_codec is None else self.num_ranks
         self.intervals, self.num_elems = place([param.num_elems for param in self.params], num_shards, block)
         self.spans = nested_shards(self.num_elems, self.axis_sizes[:depth], self.axis_indices[:depth])
@@ -129,7 +129,7 @@ class Flat:
         is_compute = self.master == self.compute
         self.master_is_whole = self.depth_of_master == 0 and is_compute and self.master_on == "device"
         # The place of the copy at rest, which is `params_on`, or None. There is one if the master is split further, is
-        # in another place, lies on disk among the moments, or is off the device in another dtype than is computed in.
+        # in another place, lies on disk among the moments, or is off the device and not in the compute dtype.
         is_other = self.depth_of_params < self.depth_of_master or self.master_on != place
         is_unfit = (place == "disk" and self.trainable) or (place != "device" and not is_compute)
         self.rest_on: Place | None = place if self.depth_of_params and (is_other or is_unfit) else None
@@ -148,7 +148,7 @@ class Flat:
     def _count_bytes(self) -> None:
         # Parameters on their way from disk to the device.
         self.staged_bytes = self.num_rest * self.compute.itemsize if self.is_staged else 0
-        # A rank's master, encoded; all rows of a gather in flight; a copy at rest on the device.
+        # Sizes of one rank's encoded master, of all rows of a gather in flight, and of a copy at rest on the device.
         self.row_bytes = 0 if self.params_codec is None else encoded_bytes(self.params_codec, self.num_master)
         self.gathered_row_bytes = self.num_elems // self.num_master * self.row_bytes if self.row_bytes else 0
         self.rest_bytes = self.num_rest * self.compute.itemsize
@@ -156,7 +156,7 @@ class Flat:
             self.rest_bytes = self.num_rest // self.num_master * self.row_bytes
         # The whole gradient in a reduction slot.
         self.reduced_bytes = self.num_elems * self.reduce.itemsize if self.reduces_in_slot else 0
-        # The rows of a reduction in flight: sent and received, in the largest of its hops. And the elements, over all
+        # The bytes of a reduction's rows, sent and received, in its largest hop; and the number of elements, over all
         # hops, whose encoding error is saved for feedback.
         self.exchanged_bytes = self.num_lost = 0
         codec = self.grads_codec
@@ -186,7 +186,7 @@ class Flat:
         return self._routes[is_stale]
 
     def moving(self, hops: Iterable[Hop]) -> Iterator[tuple[Hop, int, int]]:
-        """The hops that move something, with the ranks and the elements of each."""
+        """Yield the hops that move data, each with its numbers of ranks and elements."""
         sizes = dict(zip(self.layout.chain, self.axis_sizes, strict=True))
         for hop in hops:
             num_elems = self.spans[hop.depth].num_elems
@@ -206,7 +206,7 @@ def flats_of(
         master = (FP32 if kept else precision.master) if param.trainable else param.dtype
         own = layout.on_device if param.name in on_device else layout
         own = own if is_encodable(param) and not kept else own.exact
-        # Original dtypes get flats of their own, too, so that whole weights are returned in theirs in one piece.
+        # Original dtypes have flats of their own, too: whole weights are returned in them, each flat in one piece.
         groups.setdefault((compute, master, param.dtype, param.trainable, own, param.optimizer), []).append(param)
     flats = []
     for (compute, master, _, trainable, own, _), params in groups.items():
@@ -216,7 +216,7 @@ def flats_of(
 
 
 def is_encodable(param: Param) -> bool:
-    """Matrices may be encoded. Norms and biases are few, and errors in embedding tables reach everything."""
+    """True for matrices, except embedding tables, whose errors reach everything. Norms and biases are small."""
     return len(param.shape) > 1 and not param.is_table
 
 
