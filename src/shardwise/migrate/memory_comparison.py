@@ -40,7 +40,7 @@ SOURCES = {
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """Bytes that a run needs on a rank's device, and on the host and the disk of its node. None: the peak is unknown."""
+    """Bytes needed on a rank's device, and on the host and the disk of its node. `peak`: None if it is not planned."""
 
     who: str
     states: float
