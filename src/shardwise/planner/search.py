@@ -62,7 +62,7 @@ def assess_best(assess: Assessor, name: str, layouts: Layout | Sequence[Layout],
             (fitting if found.fits else others).append(found)
             if has_room(found):
                 break
-        # The last mode needs the least memory. If it needs too much, and more than in the last batch, the search ends.
+        # The last mode needs the least memory. If even that does not fit and grows with the batch, no later batch fits.
         if not found.fits and found.needed_bytes > before > 0:
             break
         before = found.needed_bytes
