@@ -4,8 +4,8 @@ A stage is never changed to another one. If our layouts do not allow an option, 
 made without it, so `layout_of` accepts every result.
 
 DeepSpeed keeps fp32 masters of 16-bit weights, as we do. By default it sends, stores and sums gradients in the model's
-16-bit dtype; we do so in fp32. A file keeps DeepSpeed's dtype: `bf16` alone becomes a reduce dtype of bf16. If a file
-stores gradients in one dtype and sends them in another, they are summed in the wider one; if they are sent in the
+16-bit dtype; we do so in fp32. The result has DeepSpeed's dtype: `bf16` alone becomes a reduce dtype of bf16. If a file
+stores gradients in one dtype and sends them in another, they are summed in the wider one. If they are sent in the
 narrower one, it becomes the codec of the collective (`grads_as=`).
 """
 

@@ -175,7 +175,7 @@ def _units(block: Block, min_params: int) -> None:
 
 
 def read_groups(block: Block, fsdp: Fsdp | None, num_ranks: int | None) -> tuple[str, int | None]:
-    """Return FSDP's name of the strategy, and the number of ranks in a group; None if there are no groups.
+    """Return FSDP's name of the strategy (hybrid if there are several groups), and the ranks in a group, or None.
 
     `dp_shard_size` ranks share one copy of the state, and `dp_replicate_size` such groups hold equal copies. A group
     has consecutive ranks, like our nodes. If nothing is sharded, `fsdp` is None and the name is empty.

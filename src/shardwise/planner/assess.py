@@ -139,7 +139,7 @@ class Assessment:
         )
 
     def _continued(self, cost: Callable[[Sequence[Event]], Sum]) -> Sum:
-        """Cost a step. Each micro-batch that is not simulated adds the same as the step from two of them to three."""
+        """Cost a step. Each micro-batch that is not simulated costs what the third one adds to the first two."""
         found = cost(self.events)
         num_more = self.training.num_micro_batches - MOST_PLAYED
         return found.continued(cost(self._events(MOST_PLAYED - 1)), num_more) if num_more > 0 else found

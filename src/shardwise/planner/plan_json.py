@@ -146,7 +146,7 @@ def at(name: str) -> str:
 
 
 def _begins(entry: Assessment) -> list[tuple[Instant, float]]:
-    """Pair instants with start times: that of the next computation with this name, else the end of the last instant."""
+    """Pair instants with start times: that of the next computation of this name, else the end of the instant before."""
     spans: dict[str, list[Span]] = {}
     for span in reversed(entry.timing.spans):
         if span.lane == "compute":

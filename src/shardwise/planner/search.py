@@ -34,7 +34,7 @@ from .training import Checkpointing, Training
 
 # Checkpointing costs time, so the search takes the first mode that fits.
 MODES: tuple[Checkpointing, ...] = ("none", "selective", "full")
-# A tight plan is preferred to one with room only if it is this much faster; so is a plan that needs the host.
+# A tight plan is preferred to one with room only if it is this much faster. So is a plan that needs host memory.
 TIGHT_GAIN = 0.05
 HOST_GAIN = 0.05
 # A plan this close to the fastest counts as equally fast; the simpler of the two is then preferred.

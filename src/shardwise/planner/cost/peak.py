@@ -139,7 +139,7 @@ class _Walk(MemoryWalk):
         self.schedule, self.works = schedule, works
         self.units = {unit.name: unit for unit in schedule.units}
         self.comes_and_goes: set[str] = set()  # units with gathered memory of their own, which is freed after use
-        self.writes_directly: set[str] = set()  # units whose layers do so (core/engine/direct_gradients.py)
+        self.writes_directly: set[str] = set()  # units with direct gradients (core/engine/direct_gradients.py)
         for unit, slot in zip(schedule.units, schedule.slot_of, strict=True):
             for flat in unit.flats:
                 params, optimizer = state_bytes.device_state(flat, training.num_moments)

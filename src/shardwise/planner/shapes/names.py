@@ -86,7 +86,7 @@ def parse_shape(text: str) -> ModelShape | StatesOnly:
     """Parse a shape. `layers`, `hidden`, `heads` and `vocab` are required. The default is the in-tree transformer: as
     many key-value heads as heads, of size hidden / heads, and a gated feed-forward of 8/3 hidden, rounded up to a
     multiple of 256 (4 hidden with `gated=no`). `bias` applies to all projections. With a feature that the in-tree
-    transformer lacks, the shape is one of transformers. `params=7.5e9` alone plans the training state only."""
+    transformer lacks, it is a model of transformers. `params=7.5e9` alone plans the training state only."""
 
     def refused(why: str) -> ConfigurationError:
         return ConfigurationError(f"--shape {text!r}: {why}; an example: {EXAMPLE}")

@@ -175,7 +175,7 @@ def _vectors(path: str, width: int, bias: bool = False) -> Part:
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """All parts of a model. `block`: those of one block, with paths relative to it. `block_paths`: of all blocks."""
+    """All parts of a model. `block`: those of one block, with relative paths. `block_paths`: paths of all blocks."""
 
     before: tuple[Part, ...]
     block: tuple[Part, ...]

@@ -4,7 +4,7 @@ All blocks are equal, so only one block and the end of the model are run, on a s
 tape.py). Work outside of blocks: the beginning (token ids, the rotary table, an embedding that is no unit) belongs to
 `ROOT`, and the end (the last norm, the head, the loss) to the head, or to `LOSS` if the head is no unit.
 
-Not modelled: attention masks (several documents in one sequence), and fragmentation inside torch's allocator.
+Not modelled: attention masks (several documents in one sequence), and fragmentation inside blocks of torch's allocator.
 """
 
 from collections.abc import Callable, Sequence
@@ -163,7 +163,7 @@ def _works(shape: ModelShape, training: Training) -> tuple[tuple[str, Work], ...
 
 def _beginning(shape: ModelShape, training: Training, embedding_work: Work | None) -> Work:
     """Return the work of the beginning: tokens, targets and the rotary table (cosine and sine of every position, in
-    fp32 or, in transformers, twice as wide in the compute dtype). `embedding_work`: None if an embedding is a unit."""
+    fp32 or, in transformers, twice as wide in the compute dtype). `embedding_work`: None if the embedding is a unit."""
     table = 0 if shape.num_positions else 4 * training.seq * shape.head_dim
     held = 2 * rounded(_INDEX_BYTES * training.num_tokens) + rounded(table)
     if embedding_work is None:

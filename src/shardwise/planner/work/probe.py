@@ -419,7 +419,7 @@ def _calls_of(model: nn.Module, parts: dict[str, nn.Module], tokens: Tensor, sta
 
 
 def _unwrapped(forward: Forward) -> tuple[Forward, Callable[[Forward], Forward] | None]:
-    """Return a forward and its wrapper: a checkpointed block's forward is partial(wrapper, forward, ...), others have none."""
+    """Return a forward and its wrapper, or None. A checkpointed block's forward is partial(wrapper, forward, ...)."""
     if not isinstance(forward, partial) or not forward.args or not callable(forward.args[0]):
         return forward, None
     inner, *rest = forward.args
