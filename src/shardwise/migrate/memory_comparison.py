@@ -127,7 +127,7 @@ def _original(
 
 
 def _cluster(migrated: Migrated, gpus: str | None, nodes: int | None) -> Cluster:
-    """Return the given GPUs, else the file's, else 8 (two groups if their size does not divide 8). A group is a node."""
+    """Return the given GPUs, else the file's, else 8, or two groups if 8 is no multiple of one. A group is a node."""
     settings = migrated.settings
     if gpus is None:
         group = settings.get("node_size") or 1
