@@ -1,12 +1,12 @@
 """`zero_optimization` and precision of DeepSpeed: stage, offloading, groups of ranks, quantisation, dtypes.
 
-A stage never becomes another stage. Whatever our layouts refuse is a refusal of the key that asked for it, and the
-strategy goes without it: the result is always one that `layout_of` accepts.
+A stage is never changed to another one. If our layouts do not allow an option, its key is refused and the strategy is
+made without it, so `layout_of` accepts every result.
 
-DeepSpeed keeps fp32 masters of 16-bit weights, as we do. By default its gradients are sent, stored and summed in the
-model's 16-bit dtype; ours in fp32. The file's dtype is kept: `bf16` alone becomes a reduce dtype of bf16. Gradients
-that are stored in one dtype and sent in another are summed in the wider one, and quantised on the wire where the
-narrower one was asked for.
+DeepSpeed keeps fp32 masters of 16-bit weights, as we do. By default it sends, stores and sums gradients in the model's
+16-bit dtype; we do so in fp32. The result has DeepSpeed's dtype: `bf16` alone becomes a reduce dtype of bf16. If a file
+stores gradients in one dtype and sends them in another, they are summed in the wider one. If they are sent in the
+narrower one, it becomes the codec of the collective (`grads_as=`).
 """
 
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ from .account import Block
 from .migrated import Change, with_changes
 from .tables import apply_rules, rules, table
 
-LAST = 3  # stage
+LAST = 3  # the highest stage
 PLACES = {"cpu": "host", "nvme": "disk"}
 GATHERS = "gather_16bit_weights_on_model_save"
 EXPORT = "export: the trainer writes whole weights at the end"
@@ -26,14 +26,14 @@ OPEN = "the precision that is given elsewhere, --precision or precision=, else b
 
 @dataclass(slots=True)
 class Sharding:
-    """The result of the block. Changes are added to `strategy`."""
+    """The result of reading `zero_optimization`. `change` adds offloading and quantisation to `strategy`."""
 
     stage: int
     strategy: str
     block: Block
-    grouped: str = ""  # how stage 3 uses groups of ranks, for the entry of its key
+    grouped: str = ""  # for the report on the key `stage`: how stage 3 uses groups of ranks
     has_norm: bool = True
-    bucket_elems: int = 0  # of buffers that DeepSpeed has in addition to the states
+    bucket_elems: int = 0  # elements of the buffers that DeepSpeed has in addition to the states
 
     def report_stage(self, note: str = "") -> None:
         self.block.used("stage", f"strategy {self.strategy.partition('+')[0]}{self.grouped}{note}")
@@ -49,7 +49,7 @@ class Sharding:
 
 @dataclass(frozen=True, slots=True)
 class Computes:
-    """`name` is a precision of ours. `is_open`: the file leaves the precision to the trainer."""
+    """The precision of the training; `name` is one of ours. `is_open`: the file leaves the choice to the trainer."""
 
     name: str
     is_open: bool = False
@@ -70,7 +70,7 @@ def read_sharding(top: Block) -> Sharding:
     zero = top.inner("zero_optimization")
     stage = zero.whole("stage", 0, least=0, most=LAST)
     sharding = Sharding(stage, stages[stage], zero, bucket_elems=_bucket_elems(zero, stage))
-    # DeepSpeed reads keys that begin with `stage3_` without it, too.
+    # DeepSpeed also accepts the keys that begin with `stage3_` without this prefix.
     for key in rules("deepspeed", "zero_optimization"):
         short = key.removeprefix("stage3_")
         if short != key and zero.has(short) and zero.has(key):
@@ -92,7 +92,7 @@ def read_sharding(top: Block) -> Sharding:
 
 
 def _read_groups(zero: Block, sharding: Sharding) -> None:
-    """Groups of ranks that hold everything (MiCS), or a second copy of the parameters (hpZ)."""
+    """Read groups of ranks. Each group holds all of the state (MiCS), or a second copy of the parameters (hpZ)."""
     key, second = "mics_shard_size", "zero_hpz_partition_size"
     size, copy_size = zero.whole(key, -1, least=-1), zero.whole(second, 1, least=0)
     in_groups = size >= 1 and sharding.stage == LAST
@@ -151,7 +151,7 @@ def _read_param_offload(zero: Block, sharding: Sharding) -> None:
 
 
 def _offload(zero: Block, name: str, old: str) -> tuple[Block, str, Block, str]:
-    """The block, its device, and the key that names the device: in the block, or the flag `old` of older files."""
+    """Return the block, its device, and the key that names the device: in the block, or `old`, the older flag."""
     block = apply_rules(zero.inner(name), "deepspeed", f"zero_optimization.{name}")
     device, is_old = block.word("device", ("none", *PLACES), "none"), zero.flag(old)
     if is_old and block.has("device"):
@@ -184,7 +184,7 @@ def _take_folder(block: Block, device: str) -> None:
 
 
 def _read_quantised(zero: Block, sharding: Sharding) -> None:
-    """ZeRO++. Matrices are quantised here; norms, biases and embeddings are sent as they are."""
+    """Read the quantisation of ZeRO++. We quantise matrices only; norms, biases and embeddings are sent as they are."""
     gradients = "grads_as=int4"
     if zero.has("zeropp_loco_param"):  # LoCo adds the quantisation error to the next gradient
         apply_rules(zero.inner("zeropp_loco_param"), "deepspeed", "zero_optimization.zeropp_loco_param")
@@ -202,8 +202,8 @@ def _read_quantised(zero: Block, sharding: Sharding) -> None:
 
 
 def _bucket_elems(zero: Block, stage: int) -> int:
-    """Elements of DeepSpeed's buffers: gradients wait for their reduction in one buffer, or in two that alternate;
-    stage 3 prefetches weights. An "auto" of Hugging Face depends on the model, and is small."""
+    """Return the elements of DeepSpeed's buffers: gradients wait for their reduction in one buffer, or in two that
+    alternate; stage 3 prefetches weights. "auto" (of Hugging Face) gives a small buffer, and counts as 0."""
     reduce, prefetch = (
         0 if zero.auto(key, "") else zero.whole(key, default, least=0)
         for key, default in (("reduce_bucket_size", 500_000_000), ("stage3_prefetch_bucket_size", 50_000_000))
@@ -213,7 +213,7 @@ def _bucket_elems(zero: Block, stage: int) -> int:
 
 
 def read_precision(top: Block, sharding: Sharding) -> None:
-    """The dtype in which gradients are sent is added to the strategy."""
+    """Read all dtypes into the settings. The dtype in which gradients are sent is added to the strategy."""
     half, old, new = (top.inner(key) for key in ("fp16", "bfloat16", "bf16"))
     brain = new if top.has("bf16") else old
     if top.has("bf16") and top.has("bfloat16"):
@@ -264,7 +264,7 @@ def _computes(half: Block, brain: Block) -> Computes:
 
 
 def _is_pure(brain: Block, is_on: bool, is_open: bool) -> bool:
-    """Masters, gradients and moments are in bf16: all of them, or none."""
+    """Return True if masters, gradients and moments are all in bf16. A mixture of dtypes is refused."""
     keys = ("bf16_master_weights_and_grads", "bf16_optimizer_states")
     flags = {key: brain.flag(key) for key in keys}
     is_pure = is_on and all(flags.values())
@@ -280,7 +280,7 @@ def _skips(brain: Block, computes: Computes, sharding: Sharding, stored: str) ->
     """Return True if steps with a non-finite gradient are skipped: DeepSpeed does so nearly always, also in fp32."""
     key = "check_grad_overflow"
     checks = brain.flag(key, True)
-    # Stage 1 with sums in fp32 is another class of DeepSpeed, which always checks.
+    # For stage 1 with sums in fp32 DeepSpeed has another optimizer class, which always checks.
     if computes.model == "bf16" and (sharding.stage == 2 or (sharding.stage == 1 and stored != "fp32")):
         brain.used(key, f"skip_nonfinite {str(checks).lower()}")
         return checks
@@ -291,7 +291,7 @@ def _skips(brain: Block, computes: Computes, sharding: Sharding, stored: str) ->
 
 
 def _read_gradients(top: Block, types: Block, stored: str, computes: Computes, sharding: Sharding) -> str | None:
-    """The dtype in which gradients are summed; None if it is the one of our precision."""
+    """Return the dtype in which gradients are summed; None if it is the default of our precision."""
     key, model = "communication_data_type", computes.model
     sent = _dtype(top, key)
     is_fp32 = "fp16" in (stored, model, sent) or "fp32" in (stored or model, sent or model)
@@ -312,6 +312,6 @@ def _read_gradients(top: Block, types: Block, stored: str, computes: Computes, s
 
 
 def _dtype(block: Block, key: str) -> str:
-    """fp32, bf16 or fp16, by any of its names; "" without the key."""
+    """Return fp32, bf16 or fp16 for any name of a dtype; "" if the key is not written."""
     names = table("deepspeed")["dtypes"]
     return str(names.get(block.word(key, names, ""), ""))

@@ -1,8 +1,8 @@
 """`fsdp_config` of Accelerate and of Hugging Face's TrainingArguments, and `parallelism_config`, its groups of ranks.
 
-Both versions of torch's FSDP are one engine here, so the version decides nothing. A sharding strategy's name or number,
-`reshard_after_forward` (true, false or such a name), or both say what is sharded and whether parameters are released
-after a forward; where they contradict each other, one of them is refused.
+We have one engine for both versions of torch's FSDP, so the version decides nothing. `sharding_strategy` (a name or a
+number), `reshard_after_forward` (true, false or such a name), or both say what is sharded and whether parameters are
+released after a forward. If they contradict each other, one of them is refused.
 """
 
 import math
@@ -24,7 +24,7 @@ PREFIX, GROUPS_PREFIX = "fsdp_", "parallelism_config_"
 
 @dataclass(frozen=True, slots=True)
 class Fsdp:
-    """FSDP's name of the strategy, the key that names it ("" if none does), and the rest."""
+    """FSDP's name of the strategy, the key that names it ("" if none does), and the changes to add to the strategy."""
 
     name: str
     key: str
@@ -32,12 +32,12 @@ class Fsdp:
 
 
 def strategies() -> dict[str, str]:
-    """Our strategy for each of FSDP's."""
+    """Return our strategy for each strategy of FSDP, by FSDP's name."""
     return {name: row["ours"] for name, row in table("accelerate")["sharding_strategies"].items()}
 
 
 def strategy_name(word: str) -> str:
-    """FSDP's name for a name in any capitals or a number; "" for anything else."""
+    """Return FSDP's name for a number or for a name in upper or lower case; "" for anything else."""
     names = {str(number): name for number, name in enumerate(strategies(), 1)}
     name = names.get(word, word.upper())
     return name if name in names.values() else ""
@@ -50,7 +50,7 @@ def known_keys() -> set[str]:
 
 
 def _written(block: Block, name: str) -> str:
-    """The key of the block that stands for `name`. A second one is ignored if it says the same, else refused."""
+    """Return the key by which the block has `name`. A second key is ignored if its value is the same, else refused."""
     keys = [prefix + key for key in table("accelerate")["fsdp_names"][name] for prefix in (PREFIX, "")]
     written = [key for key in keys if block.has(key)]
     for key in written[1:]:
@@ -62,7 +62,7 @@ def _written(block: Block, name: str) -> str:
 
 
 def read_fsdp(block: Block, min_params: int, given: str = "") -> Fsdp:
-    """`min_params` is the default of SIZE_BASED_WRAP; `given` a strategy that was named outside this block."""
+    """Read the block. `min_params`: the default of SIZE_BASED_WRAP. `given`: a strategy named outside this block."""
     key = _written(block, "version")
     version = block.whole(key, 1, least=1, most=2)
     block.used(key, "one engine for both versions")
@@ -90,10 +90,10 @@ def set_strategy(
     num_ranks: int | None = None,
     more: Iterable[Change] = (),
 ) -> Original:
-    """Set the strategy, and say what torch would run.
+    """Set the strategy, and return the engine that torch would run.
 
-    `fsdp` is None if nothing is sharded. `groups` may have groups of ranks, of which `num_ranks` are all. `more` are
-    changes that were asked for outside `fsdp`.
+    `fsdp` is None if nothing is sharded. `groups` is the block that may define groups of ranks; `num_ranks` counts the
+    ranks of all groups. `more` are changes that other blocks ask for.
     """
     chosen = Fsdp("", "") if fsdp is None else fsdp
     name, group = (chosen.name, None) if groups is None else read_groups(groups, fsdp, num_ranks)
@@ -105,7 +105,7 @@ def set_strategy(
 
 
 def _strategy(block: Block, given: str, version: int) -> tuple[str, str]:
-    """FSDP's name of the strategy, and the key that names it."""
+    """Return FSDP's name of the strategy, and the key that names it."""
     known = table("accelerate")["sharding_strategies"]
     key, reshard = _written(block, "sharding_strategy"), _written(block, "reshard_after_forward")
     numbers = map(str, range(1, len(known) + 1))
@@ -120,7 +120,7 @@ def _strategy(block: Block, given: str, version: int) -> tuple[str, str]:
     if not word:
         block.ignored(reshard, "it is empty")
         return (name, key) if name else (FULL, "")
-    is_flag = word in TRUE + FALSE  # 1 is true and FULL_SHARD, which is the same
+    is_flag = word in TRUE + FALSE  # 1 is both true and the number of FULL_SHARD; they mean the same
     other = (FULL if word in TRUE else NO_RESHARD) if is_flag else strategy_name(word)
     if not other:
         block.refused(reshard, f"it is neither true nor false, nor one of {', '.join(known)}")
@@ -129,10 +129,10 @@ def _strategy(block: Block, given: str, version: int) -> tuple[str, str]:
     chosen = name or other or FULL
     is_released = known[chosen].get("reshards") == "true"
     until = "released after each forward" if is_released else "kept until the backward is done"
-    # FSDP reads a strategy's name in the other version's key only; whoever wrote it meant it.
+    # Accelerate does not read a strategy's name in this key. We do, because the user wrote it for a purpose.
     unread = "" if chosen == FULL else UNREAD_THERE
     block.used(reshard, f"parameters are {until}" if is_flag else f"strategy {known[chosen]['ours']}{unread}")
-    # True and false name no strategy: groups of ranks may be asked for elsewhere.
+    # True and false name no strategy, so groups of ranks in another block do not contradict them.
     return chosen, key if name else "" if is_flag else reshard
 
 
@@ -150,7 +150,7 @@ def _checkpointing(block: Block) -> list[Change]:
 
 
 def _units(block: Block, min_params: int) -> None:
-    """Parameters that are communicated together; the training is the same with any units."""
+    """Read the wrapping policy, which becomes our units. Training gives the same numbers with any units."""
     policy_key, least_key = _written(block, "auto_wrap_policy"), _written(block, "min_num_params")
     classes_key = _written(block, "transformer_layer_cls_to_wrap")
     policy = block.word(policy_key, POLICIES, "")
@@ -175,10 +175,10 @@ def _units(block: Block, min_params: int) -> None:
 
 
 def read_groups(block: Block, fsdp: Fsdp | None, num_ranks: int | None) -> tuple[str, int | None]:
-    """FSDP's name of the strategy, with groups where there are several, and the ranks of a group.
+    """Return FSDP's name of the strategy (hybrid if there are several groups), and the ranks in a group, or None.
 
     `dp_shard_size` ranks share one copy of the state, and `dp_replicate_size` such groups hold equal copies. A group
-    has consecutive ranks, as a node has here. `fsdp` is None, and the name empty, where nothing is sharded.
+    has consecutive ranks, like our nodes. If nothing is sharded, `fsdp` is None and the name is empty.
     """
     apply_rules(block, "accelerate", "parallelism_config", GROUPS_PREFIX)
     name = "" if fsdp is None else fsdp.name
@@ -190,7 +190,7 @@ def read_groups(block: Block, fsdp: Fsdp | None, num_ranks: int | None) -> tuple
     if copies == 1 and group == 1:
         block.used((copies_key, group_key), "one group")
         return name, None
-    # Ranks that share something else than state: refused by their own keys.
+    # Tensor, context and sequence parallel ranks count, too. Their own keys refuse them.
     product = copies * group * math.prod(max(block.whole(key, 1), 1) for key in others)
     if num_ranks is not None and product != num_ranks:
         key = group_key if group > 1 else copies_key

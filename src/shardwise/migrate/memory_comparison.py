@@ -1,10 +1,10 @@
 """Memory of a rank: ours, compared with that of the library for which the file was written.
 
 DeepSpeed's figures are its own: `estimate_zero2_model_states_mem_needs` counts 2 bytes of a 16-bit parameter, 2 of its
-gradient, and 16 of the optimizer (an fp32 gradient, the master, two moments); its counterpart of stage 3 counts one of
-the two gradients. It has none for stages 0 and 1, which are counted as stage 2. FSDP and DDP hold fp32 parameters and
-gradients in addition to the moments, and 16-bit copies while they compute; DDP has its gradients a second time, in
-buckets. Peaks are the planner's, which plans for us and for torch's FSDP.
+gradient, and 16 of the optimizer (an fp32 gradient, the master, two moments). Its function for stage 3 counts only one
+of the two gradients. It has none for stages 0 and 1, which are counted as stage 2 here. FSDP and DDP hold fp32
+parameters and gradients in addition to the moments, and 16-bit copies while they compute; DDP holds its gradients a
+second time, in buckets. Peaks come from the planner, which can plan for our engine and for torch's FSDP.
 """
 
 from collections.abc import Sequence
@@ -40,7 +40,7 @@ SOURCES = {
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """Bytes on a rank's device, and on the host and the disk of its node. `peak` is None if it is not planned."""
+    """Bytes needed on a rank's device, and on the host and the disk of its node. `peak`: None if it is not planned."""
 
     who: str
     states: float
@@ -53,7 +53,7 @@ class Need:
 
 @dataclass(frozen=True, slots=True)
 class MemoryComparison:
-    """Our need first, then the other library's."""
+    """Memory that a run needs: with our engine (the first of `needs`), and with the other library."""
 
     model: str
     cluster: str
@@ -61,7 +61,7 @@ class MemoryComparison:
 
 
 def compare_memory(migrated: Migrated, model: str | None, gpus: str | None, nodes: int | None) -> MemoryComparison:
-    """Plan both needs, for a billion parameters if no model is named."""
+    """Compute both needs, for a billion parameters if no model is named."""
     cluster = _cluster(migrated, gpus, nodes)
     settings = migrated.settings
     lora = settings.get("lora")
@@ -96,7 +96,7 @@ def compare_memory(migrated: Migrated, model: str | None, gpus: str | None, node
 def _original(
     migrated: Migrated, cluster: Cluster, training: Training, units: Sequence[UnitSpec], peak: float | None
 ) -> Need:
-    """The need of the other library. It holds frozen parameters in the compute dtype."""
+    """Compute the need of the other library. It holds frozen parameters in the compute dtype."""
     engine, layout, formats = migrated.original.engine, layout_of(migrated.strategy), training.formats
     params = [param for unit in units for param in unit.params]
     trained = sum(param.num_elems for param in params if param.trainable)
@@ -127,7 +127,7 @@ def _original(
 
 
 def _cluster(migrated: Migrated, gpus: str | None, nodes: int | None) -> Cluster:
-    """The given GPUs, else the file's, else eight ranks or two groups. Groups of ranks are nodes of the plan."""
+    """Return the given GPUs, else the file's, else 8, or two groups if 8 is no multiple of one. A group is a node."""
     settings = migrated.settings
     if gpus is None:
         group = settings.get("node_size") or 1
@@ -148,9 +148,9 @@ def _cluster(migrated: Migrated, gpus: str | None, nodes: int | None) -> Cluster
 def _units(
     model: str | None, training: Training, cluster: Cluster, migrated: Migrated
 ) -> tuple[Sequence[UnitSpec], str, tuple[float | None, float | None]]:
-    """The units, the model's name, and both peaks where the planner knows them."""
+    """Return the units, the model's name, and both peaks; None for a peak that the planner does not know."""
     if model is None:
-        # Many tensors, because an optimizer is offloaded in part by whole tensors.
+        # Many tensors, because a fraction of the optimizer is offloaded by choosing whole tensors.
         size, dtype = (1, NUM_PARAMS // NUM_TENSORS), training.formats.master
         names = map(str, range(NUM_TENSORS))
         params = tuple(Param(name, size, dtype, True, (Site("", name),)) for name in names)

@@ -1,6 +1,6 @@
 """The result of reading another library's configuration: settings, keywords of `sw.shard`, and every key's entry.
 
-A strategy is one of the tables, and changes that are added to it.
+A strategy is a preset from the tables, followed by changes: `zero3+params=host`.
 """
 
 import textwrap
@@ -27,17 +27,17 @@ SHARD_KEYWORDS = ("strategy", "precision", "reduce_dtype", "node_size", "skip_no
 
 @dataclass(frozen=True, slots=True)
 class Original:
-    """The engine for which the file was written, for a comparison of memory."""
+    """The engine for which the file was written; its memory is compared with ours."""
 
     engine: Literal["deepspeed", "fsdp", "ddp"]
-    bucket_elems: float = 0  # of its buffers, in addition to the states
+    bucket_elems: float = 0  # elements of its buffers, in addition to the states
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """Something that is offloaded or quantised, and the key that asks for it.
+    """One offload or quantisation, and the key that asks for it.
 
-    `words` are added to a strategy, as in `zero3+params=host`. `fix` is added to the reason if they are refused.
+    `words`, such as `params=host`, are added to a strategy. If they are refused, `fix` is added to the reason.
     """
 
     block: Block
@@ -48,7 +48,7 @@ class Change:
 
 
 def with_changes(strategy: str, changes: Iterable[Change]) -> str:
-    """Add every change that the layout allows; refuse the keys of the others with the layout's reason."""
+    """Add every change that the layout allows; refuse the keys of the others, with the layout's reason."""
     for change in changes:
         candidate = f"{strategy}+{change.words}"
         try:
@@ -63,7 +63,7 @@ def with_changes(strategy: str, changes: Iterable[Change]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Migrated:
-    """`settings` are the trainer's, by name; `words` are keywords of `sw.shard`."""
+    """A configuration file after its conversion. `settings`: of our trainer, by name. `entries`: one per key."""
 
     source: str
     kind: Kind
@@ -104,7 +104,7 @@ class Migrated:
 
 
 def yaml_of(migrated: Migrated) -> str:
-    """Our configuration file, with the ignored keys as comments."""
+    """Return the text of our configuration file, with the ignored keys as comments."""
     title = f"{printable(migrated.source)} ({TITLES[migrated.kind]})"
     lines = [f"# From {title}, by shardwise convert; for shardwise train."]
     lines += [f"{name}: {as_yaml(value)}" for name, value in migrated.settings.items()]

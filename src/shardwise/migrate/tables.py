@@ -1,7 +1,7 @@
 """The tables of a library: `deepspeed.yaml`, `accelerate.yaml` and `hugging_face.yaml`, next to this file.
 
-Most of a table are keys with a fixed answer: a rule has the type of a key, and why the key is ignored or refused, or
-what it becomes. A table is read when a file of its library is.
+Most keys in a table have a fixed answer, a `Rule`: the type of the key, and what the key becomes, or why it is ignored
+or refused. A table is loaded when the first file of its library is read.
 """
 
 from collections.abc import Callable, Mapping
@@ -15,7 +15,7 @@ from ..trainer.settings import Settings
 from .account import AUTO, Block, Fate, as_flag, as_number, as_text, as_texts, as_word
 
 MAX_DEPTH = 4
-# Values with which a key asks for nothing.
+# Values that switch an option off.
 OFF = ("false", "none", "no", "", "0", "[]", "{}")
 FIELDS = {entry.name: entry for entry in fields(Settings)}
 # Reads a value as its type; raises ValueError if the value has another type.
@@ -29,7 +29,7 @@ def _as_mapping(value: Tree) -> Tree:
 
 
 def _as_special_tokens(value: Tree) -> Tree:
-    """Tokens without the padding token, which is never trained on."""
+    """Return the tokens without the padding token, which is never a target."""
     return {name: token for name, token in _as_mapping(value).items() if name != "pad_token" and token is not None}
 
 
@@ -81,7 +81,7 @@ def rules(library: str, section: str, prefix: str = "") -> Mapping[str, Rule]:
 
 
 def apply_rules(block: Block, library: str, section: str, prefix: str = "") -> Block:
-    """Settle every key of the block that has a rule."""
+    """Record the result for every key of the block that has a rule."""
     for key, rule in rules(library, section, prefix).items():
         value = block.read(key, rule.convert, None)
         if rule.refused and _normalised(value) not in rule.unless:
@@ -91,7 +91,7 @@ def apply_rules(block: Block, library: str, section: str, prefix: str = "") -> B
 
 
 def _converter(kind: str) -> Convert:
-    """A name of `CONVERTERS`, words to choose from (`fp32 | fp16`), or either with "or auto"."""
+    """Return the converter of a type: a name in `CONVERTERS`, or choices (`fp32 | fp16`). " or auto" may follow."""
     if kind.endswith(" or auto"):
         inner = _converter(kind.removesuffix(" or auto"))
         return lambda value: value if str(value).lower() == AUTO else inner(value)
@@ -121,7 +121,7 @@ def read_setting(block: Block, key: str, name: str, default: float | None = None
 
 
 def _as_setting(name: str, value: Tree) -> Any:
-    """The value inside the limits of the setting; None for a text that is empty."""
+    """Convert the value to the type of the setting, and check its limits; None if the text is empty."""
     kind, limits = str(FIELDS[name].type), FIELDS[name].metadata
     bounds = {bound: limits[bound] for bound in ("least", "most") if bound in limits}
     if "int" in kind and "str" not in kind:

@@ -1,7 +1,7 @@
 """One strategy, costed: memory at every instant, traffic, seconds, and whether it fits.
 
-Everything is derived from the schedule that the engine would execute. Blocks that are alike share their flats here,
-because no cost depends on names.
+Everything is derived from the schedule that the engine would execute. Equal blocks share one set of flats here, because
+no cost depends on their names.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -41,9 +41,9 @@ class Subject:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """A cluster, and the share of its speed that is reached. `free_bytes`: free memory of a GPU if it was measured:
-    after the driver took its context and before the collectives have buffers. `has_reserve`: the device has a caching
-    allocator and library workspaces; a CPU has neither, and its memory is the host's."""
+    """A cluster, and the share of its speed that is reached. `free_bytes`: free memory of a GPU, if it was measured;
+    the driver's context is already subtracted, the buffers of the collectives are not. `has_reserve`: the device has a
+    caching allocator and library workspaces; a CPU has neither, and its memory is the host's."""
 
     cluster: Cluster
     efficiency: Efficiency
@@ -67,7 +67,7 @@ class Machine:
         return round(HOST_SHARE * self.cluster.host_bytes)
 
     def lacks(self, gpu_bytes: int, host_bytes: int, disk_bytes: int) -> str:
-        """The memories (GPU, host, disk) that are too small; empty if all are large enough."""
+        """Return a sentence about the first memory (GPU, host, disk) that is too small; empty if none is."""
         for what, needed, there, spare in (
             (f"each {self.cluster.gpu.name}", gpu_bytes, self.memory_bytes, ""),
             ("the host of each node", host_bytes if self.has_reserve else 0, self.host_bytes, " to spare"),
@@ -82,7 +82,7 @@ class Machine:
 HOST_SHARE = 0.9
 # Memory of NCCL's communicators on a GPU, from published logs (1 to 2 GiB with a handful of groups).
 NCCL_BYTES = 1 << 30
-# Maximum number of micro-batches that are simulated; each further one is like the last but one.
+# Maximum number of micro-batches that are simulated; further ones cost the same as one in the middle.
 MOST_PLAYED = 3
 
 
@@ -139,7 +139,7 @@ class Assessment:
         )
 
     def _continued(self, cost: Callable[[Sequence[Event]], Sum]) -> Sum:
-        """Cost a step. Micro-batches that are not simulated cost the same as the one before them."""
+        """Cost a step. Each micro-batch that is not simulated costs what the third one adds to the first two."""
         found = cost(self.events)
         num_more = self.training.num_micro_batches - MOST_PLAYED
         return found.continued(cost(self._events(MOST_PLAYED - 1)), num_more) if num_more > 0 else found
@@ -160,7 +160,7 @@ class Assessment:
 
     @property
     def is_tight(self) -> bool:
-        """True if the plan may not fit on the device after all."""
+        """True if the upper estimate of the memory does not fit on the device."""
         return self.high_bytes > self.machine.memory_bytes
 
     @property
@@ -169,7 +169,7 @@ class Assessment:
 
     @property
     def part_on_device(self) -> float:
-        """The fraction of the optimizer state that stays on the device, in whole parameters."""
+        """The fraction of the optimizer state that stays on the device; no parameter is divided."""
         flats = self.schedule.trainable_flats
         num_elems = sum(flat.num_master for flat in flats)
         return sum(flat.num_master for flat in flats if not flat.host_updates) / max(num_elems, 1)
@@ -228,7 +228,7 @@ class Assessor:
 
     @cached_property
     def _alike(self) -> dict[str, object]:
-        """A value for each unit, by name; units with the same one have the same flats."""
+        """A key for each unit, by the unit's name. Units with equal keys have equal flats."""
         found: dict[str, object] = {}
         for unit in self.subject.units:
             kept = [bool(self.keep_fp32) and matches(p.sites[0].module, self.keep_fp32) for p in unit.params]

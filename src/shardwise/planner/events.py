@@ -1,8 +1,8 @@
 """A training step as the list of everything that happens in it: the engine's schedule, run without tensors.
 
 The planner costs this list, and the tests compare it with the ledger of a real step, byte for byte. An event may move
-bytes between ranks (`calls`), and between the memories of its own rank (`moves`): to the device and back to the host
-over the bus, from disk and to it. `traffic_of` adds up the bytes of a list.
+bytes between ranks (`calls`), and between the memories of its own rank (`moves`): between device and host over PCIe,
+and between host and disk. `traffic_of` adds up the bytes of a list.
 """
 
 from collections import Counter
@@ -23,7 +23,7 @@ from ..core.wire.ledger import SHARE_OF_BUFFER, Call, Traffic, add_up, describe_
 
 Verb = Literal["gather", "forward", "stow", "fetch", "backward", "reduce", "agree", "norm", "update"]
 
-ALL = "all"  # the unit of an event that concerns every one
+ALL = "all"  # instead of a unit's name, in events that concern all units
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +34,8 @@ class Move:
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """`host_elems` is the number of elements that the host updates. With encoded collectives, `encode_bytes` is what
-    the device reads and writes of its own memory before the first of `calls`, and `decode_bytes` what after it."""
+    """One event of a step. `host_elems`: number of elements that the host updates. For encoded collectives, the device
+    reads and writes `encode_bytes` in its own memory before the first of `calls`, and `decode_bytes` after it."""
 
     verb: Verb
     unit: str
@@ -58,7 +58,7 @@ def step_events(
     clips: bool = False,
     num_moments: float = 2,
 ) -> list[Event]:
-    """The events of a training step. A later step begins with the gathers that start right after the last update."""
+    """Return the events of a step. Unless it is the first, it begins with gathers that the last update has started."""
     statuses = statuses_of(schedule)
     actions: list[_Action] = []
     if not first_step:
@@ -128,15 +128,15 @@ def gather_event(unit: UnitPlan, todo: Iterable[FlatGather]) -> Event:
     for at, is_stale, is_encoded in todo:
         flat = unit.flats[at]
         for hop, num_ranks, num_elems in flat.moving(flat.master_hops if is_stale else flat.gather_hops):
-            if is_encoded:  # rows of masters, through all hops
+            if is_encoded:  # one encoded row for each rank's master, in all hops
                 num_bytes = num_elems // flat.num_master * flat.row_bytes
                 calls.append(Call(hop.kind, hop.axis, str(flat.params_codec), num_bytes, num_ranks))
             else:
                 calls.append(describe_call(hop.kind, hop.axis, num_ranks, num_elems, flat.compute))
         _add_copies(moves, flat, is_stale)
         if is_encoded:
-            # Rows are encoded from this rank's master, which is cast already, or copied from the copy at rest, which
-            # consists of such rows; a new copy is written there.
+            # This rank's row is encoded from its master in the compute dtype. If the copy at rest is encoded, too,
+            # rows are copied from it or, after an update, to it.
             if flat.copy_is_encoded:
                 encode_bytes += 2 * flat.rest_bytes
             if is_stale or not flat.copy_is_encoded:
@@ -171,7 +171,7 @@ def _place_of(flat: Flat, buffer: Buffer) -> Place:
 
 
 def reduce_event(unit: UnitPlan, is_first: bool, is_last: bool) -> Event:
-    """The reduction of a unit. Gradients on the host come back to be added to."""
+    """The reduction of a unit. Gradients on the host are copied to the device first, where the new ones are added."""
     calls: list[Call] = []
     moves: Counter[Way] = Counter()
     encode_bytes = decode_bytes = 0
@@ -198,9 +198,9 @@ def reduce_event(unit: UnitPlan, is_first: bool, is_last: bool) -> Event:
 def _encoded_reduction(flat: Flat, codec: Codec, hops: Iterable[Hop]) -> tuple[list[Call], list[int]]:
     """Return the collectives of a reduction, and the bytes that its encodings and decodings read and write.
 
-    For every hop, each rank receives the rows that it sums; then the rows of the sums are gathered, if all ranks need
-    them. With feedback, the last error is added before the first encoding, and the new one is computed: the rows once
-    more, three times the gradient, six times the error.
+    In every hop, each rank receives the rows that it sums; then the rows of the sums are gathered, if all ranks need
+    them. With feedback, the last error is added before the first encoding, and the new error is computed. This reads
+    or writes the rows once more, the gradient three times, and the error six times.
     """
     calls: list[Call] = []
     coded: list[int] = []
@@ -224,7 +224,7 @@ def update_event(unit: UnitPlan, num_moments: float) -> Event:
     host_elems = 0
     moves: Counter[Way] = Counter()
     for flat in unit.flats:
-        # A part that is padding alone is not updated.
+        # A shard that holds nothing but padding is not updated.
         if flat.host_updates and any(pieces(flat.intervals, flat.spans[flat.depth_of_master])):
             host_elems += flat.num_master
             if flat.master_on == "disk":
@@ -257,7 +257,7 @@ class StepTraffic:
     write: int
 
     def continued(self, fewer: "StepTraffic", num: int) -> "StepTraffic":
-        """Add `num` micro-batches; one is the difference between this and `fewer`."""
+        """Add `num` micro-batches. Each one adds the difference between this and `fewer`, which has one less."""
 
         def more(value: Any, last: Any, name: str) -> Any:
             one, other = getattr(value, name), getattr(last, name)

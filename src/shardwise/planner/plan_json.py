@@ -38,7 +38,7 @@ def plan_as_json(plan: Plan | States, num_tokens: float | None = None) -> Json:
     if isinstance(plan, States):
         rows = [_row(row) for row in plan.rows]
     else:
-        # Settings that the user left open are marked.
+        # Settings that the planner had to choose are shown as "auto" or null.
         if any(len(trainings) > 1 for trainings in plan.choice):
             training["checkpointing"] = "auto"
         if len(plan.choice) > 1:
@@ -83,7 +83,7 @@ def _assessed(entry: Assessment, plan: Plan, num_tokens: float | None, in_full: 
 
 
 def _row(entry: Assessment | StatesRow) -> Json:
-    """Convert what is known of a strategy without its time."""
+    """Convert memory and traffic of a strategy. Fields for its time are empty."""
     instants, peak, moved = entry.memory.instants, entry.memory.peak, entry.moved
     kinds = list(dict.fromkeys(entry.layouts))
     layout = "; ".join(f"{entry.layouts.count(kind)} units {kind}" for kind in kinds)
@@ -134,7 +134,7 @@ def _peak(peak: Instant) -> Json:
 
 
 def at(name: str) -> str:
-    """Describe an instant in words."""
+    """Describe an instant in words: `forward blocks.0` is "the forward of blocks.0"."""
     verb, _, unit = name.partition(" ")
     if name.startswith("the "):
         return name
@@ -146,7 +146,7 @@ def at(name: str) -> str:
 
 
 def _begins(entry: Assessment) -> list[tuple[Instant, float]]:
-    """Pair instants with start times: the next computation of that name, or the end of the instant before."""
+    """Pair instants with start times: that of the next computation of this name, else the end of the instant before."""
     spans: dict[str, list[Span]] = {}
     for span in reversed(entry.timing.spans):
         if span.lane == "compute":
@@ -191,7 +191,7 @@ def explain(entry: Assessment) -> list[Json]:
 
 
 def _values(entry: Assessment) -> Json:
-    """Return the numbers and words that the formulas name. Of mixed layouts, the most frequent one is described."""
+    """Return the numbers and words to put into the formulas. Of mixed layouts, the most frequent one is described."""
     training, machine, schedule = entry.training, entry.machine, entry.schedule
     layout, num_kinds = max(dict.fromkeys(entry.layouts), key=entry.layouts.count), len(set(entry.layouts))
     formats, cluster = training.formats, machine.cluster

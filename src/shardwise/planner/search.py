@@ -1,10 +1,10 @@
 """The search for a strategy: every preset, mixed layouts, and state or activations that are offloaded.
 
 A unit that is split but stays gathered costs memory and saves a gather, so the fastest plan keeps as many units
-gathered as fit: bisection finds their number. Where settings of a step are open (activation checkpointing,
-micro-batch), every preset uses those that suit it best. If nothing fits on the device alone, the search tries host and
-disk, with as much of the optimizer on the device as fits: whole parameters, the same fraction of every unit. This part
-needs no host memory: if that is short, too, a fraction may fit although none and all of it do not.
+gathered as fit: bisection finds their number. If the user leaves settings open (activation checkpointing, micro-batch),
+every preset gets those that suit it best. If nothing fits on the device alone, the search tries host and disk, and
+keeps as much of the optimizer on the device as fits: whole parameters, the same fraction of every unit. This fraction
+needs no host memory. So if host memory is short, too, some fraction may fit although neither 0 nor 1 does.
 """
 
 from bisect import bisect_left, bisect_right
@@ -34,12 +34,12 @@ from .training import Checkpointing, Training
 
 # Checkpointing costs time, so the search takes the first mode that fits.
 MODES: tuple[Checkpointing, ...] = ("none", "selective", "full")
-# A tight plan must be this much faster than one with room, and a plan that needs the host than one that does not.
+# A tight plan is preferred to one with room only if it is this much faster. So is a plan that needs host memory.
 TIGHT_GAIN = 0.05
 HOST_GAIN = 0.05
 # A plan this close to the fastest counts as equally fast; the simpler of the two is then preferred.
 TIE = 0.01
-# The trainings to try, in lists: from each list, a preset takes the first training that fits.
+# The trainings to try: one list for each batch, with one training for each checkpointing mode.
 Choice = tuple[tuple[Training, ...], ...]
 
 
@@ -62,7 +62,7 @@ def assess_best(assess: Assessor, name: str, layouts: Layout | Sequence[Layout],
             (fitting if found.fits else others).append(found)
             if has_room(found):
                 break
-        # The last mode needs least. If it does not fit and needs more than with the batch before, no later one fits.
+        # The last mode needs the least memory. If even that does not fit and grows with the batch, no later batch fits.
         if not found.fits and found.needed_bytes > before > 0:
             break
         before = found.needed_bytes
@@ -78,8 +78,8 @@ def presets(assess: Assessor, choice: Choice, only_exact: bool = False, has_disk
 
 
 def mixtures(assess: Assessor, found: Mapping[str, Assessment], choice: Choice) -> Iterator[Assessment]:
-    """Yield mixed layouts that fit and are faster than the preset that splits all units, if the other preset of the
-    pair does not fit for all units. `found`: the presets."""
+    """For each pair of presets in `MIXES`, yield a mixture that fits and is faster than the first preset alone, which
+    splits more, if the second does not fit for all units. `found`: the assessed presets."""
     is_one_node = assess.machine.cluster.num_nodes == 1
     for split, kept in MIXES:
         stops_at_node = "node" in PRESETS[split].chain + PRESETS[kept].chain
@@ -139,7 +139,7 @@ def fastest(found: Iterable[Assessment], tie: float = TIE) -> Assessment | None:
 
 
 def strategy_of(found: Assessment) -> Strategy:
-    """The value for `sw.shard` and `--strategy`."""
+    """Return the strategy of a plan, as a value for `sw.shard` and `--strategy`."""
     most = max(dict.fromkeys(found.layouts), key=found.layouts.count)
     others = {
         unit.name: layout.name
@@ -170,7 +170,7 @@ def moves_behind_auto(strategy: Strategy | None) -> list[str] | None:
 
 
 def moved_presets(moves: Sequence[str]) -> list[Layout]:
-    """Apply these changes to the presets that have no offload or codecs themselves, where they make sense."""
+    """Apply these changes to the presets without offload or codecs of their own, if the layout allows them."""
     found: list[Layout] = []
     refused: list[ConfigurationError] = []
     for layout in PRESETS.values():
@@ -244,7 +244,7 @@ def _least_on_disk(assess: Assessor, entry: Assessment) -> Assessment:
 
 
 def _parts(units: Sequence[UnitSpec]) -> list[float]:
-    """Return the fractions that keep different parameters on the device, the smallest one of each choice."""
+    """Return fractions of the optimizer to keep on the device: the smallest one for each choice of parameters."""
     kinds = {tuple((param.shape, param.trainable) for param in unit.params): unit for unit in units}
     found: dict[tuple[frozenset[str], ...], float] = {}
     for percent in range(100):
@@ -282,7 +282,7 @@ def _with_offloaded_activations(assess: Assessor, found: Sequence[Assessment], c
         if is_easy or (is_one_node and "node" in layout.chain):
             continue
         entries = [assess(layout.name, layout, training) for training in trainings[::-1]]
-        # The last mode needs least.
+        # The mode that needs the least memory is the first entry.
         best = fastest(entries) if entries[0].fits else None
         if best is not None and (not has_room(base) or best.tokens_per_s > base.tokens_per_s * (1 + TIE)):
             yield best

@@ -1,9 +1,9 @@
 """Parameters, gradients and optimizer alone, as the papers count them, for a model of which only the size is known.
 
 Mixed precision is 2 + 2 + 12 bytes a parameter: weights and gradients in 16 bits, and fp32 masters with Adam's two
-moments; pure bf16 is 2 + 2 + 4. Each is divided by the ranks it is split over. The engine itself differs in two places,
-which a plan of a real model counts: under zero3 it keeps no 16-bit shard in addition to the masters, and gradients are
-fp32 by default. Traffic is that of one matrix of this size, with gradients in 16 bits.
+moments; pure bf16 is 2 + 2 + 4. Each is divided by the ranks it is split over. The engine itself differs in two points,
+which only the plan of a real model takes into account: under zero3 it keeps no 16-bit shard in addition to the masters,
+and gradients are fp32 by default. Traffic is that of one matrix of this size, with gradients in 16 bits.
 """
 
 from dataclasses import dataclass, replace
@@ -23,12 +23,12 @@ from .search import moved_presets, moves_behind_auto
 from .shapes.shape import StatesOnly
 from .training import Training
 
-ROOM = 0.75
+ROOM = 0.75  # share of the GPU's memory for the states; activations need the rest
 
 
 @dataclass(frozen=True, slots=True)
 class StatesRow:
-    """The states of a strategy: one instant of memory. Bytes of host and disk are per node."""
+    """The training state of one strategy. `memory` has one instant only. Bytes of host and disk are per node."""
 
     name: str
     layout: Layout
@@ -62,8 +62,8 @@ class StatesRow:
 
 @dataclass(frozen=True, slots=True)
 class States:
-    """Memory of the training state for each strategy. Recommended is the least split row that leaves a quarter of the
-    GPU to activations, else the least split row that fits. Rows that need the host come after those that do not."""
+    """Memory of the training state for each strategy. `recommended`: the row that splits least and leaves a quarter of
+    the GPU to activations, else the one that splits least and fits; with the host only if no row fits without it."""
 
     shape: StatesOnly
     machine: Machine

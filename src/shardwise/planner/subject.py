@@ -1,7 +1,7 @@
 """Models that can be planned: by name, by config.json, by sizes, or the module itself.
 
-The units of a real module are found, and one block of each kind is probed on the meta device, with the module's own
-activation checkpointing, or with the requested one if the planner built the module. Only then is torch imported.
+For a real module, the planner finds the units and runs one block of each kind on the meta device: with the module's own
+activation checkpointing or, if the planner built the module, with the requested one. Only this needs torch.
 """
 
 import sys
@@ -111,7 +111,7 @@ class NotRunError(ConfigurationError):
 
 def subject_of_module(model: "nn.Module", training: Training, units: "Units" = "auto", built_from: str = "") -> Subject:
     """Probe a language model that takes token ids; `training` gives their number. `built_from`: the source of a module
-    that was built for the plan only; the plan then chooses the activation checkpointing of its blocks."""
+    that the planner built; only for such a module may `training` ask for activation checkpointing."""
     checkpointings = ("none", "full") if built_from else ("none",)
     if training.lora is not None or training.checkpointing not in checkpointings or training.compile:
         raise ConfigurationError(

@@ -1,5 +1,5 @@
-"""One page for a plan, a run, or a run with its plan. It needs nothing but itself: style and drawings are inside, there
-is no script, and its policy forbids the network. Everything that comes from files is escaped.
+"""One page for a plan, a run, or a run with its plan. It needs no other file: styles and drawings are inside, there is
+no script, and its content security policy forbids network access. Everything that comes from files is escaped.
 """
 
 from pathlib import Path
@@ -60,7 +60,7 @@ def render(plan: Json | None, run: Json | None = None) -> str:
 
 
 def _parts(plan: Plan) -> dict[str, Any]:
-    """Return what the page shows next to the plan itself."""
+    """Return the values that the template needs in addition to the plan."""
     chosen, batches = plan.chosen, {strategy.batch for strategy in plan.strategies}
     used = {name for strategy in plan.strategies for name, value in strategy.segments.items() if value}
     wires = {name: label for name, label in WIRES.items() if plan.uses("traffic_bytes", name)}
@@ -80,7 +80,7 @@ def _parts(plan: Plan) -> dict[str, Any]:
 
 
 def _tiles(plan: Plan, chosen: Strategy) -> list[tuple[str, str, str]]:
-    """Return the tiles of the page: name, figure, and a note below it."""
+    """Return the tiles of the page. A tile has a name, a number, and a note below it."""
     limit, between, device, speed = plan.limit, chosen.interval, plan.device, chosen.speed
     of = f"of {gigabytes(limit)} GB" if limit else ""
     of += f"; between {gigabytes(between[0])} and {gigabytes(between[1])}" if between else ""

@@ -17,10 +17,10 @@ SHORTEST = 12  # minimum length of names that are cut
 PLAIN = 120  # width of rows without a terminal
 BAR = 12  # characters for the whole GPU
 ROUNDS = "*"  # after the name of a strategy that is not exact
-INTERVALS = " ("
-LEFT = ("strategy", "with", "fits", "of ")
-# If a row is too wide, columns are dropped in this order, and in between the intervals of memory. Host and disk are
-# dropped first, unless the recommended strategy needs them.
+INTERVALS = " ("  # begins the interval of memory in a cell: 61 (58-66)
+LEFT = ("strategy", "with", "fits", "of ")  # columns that are aligned to the left
+# If a row is too wide, columns are dropped in this order; at INTERVALS the intervals of memory are dropped. Columns of
+# host and disk are the first ones, unless the recommended strategy needs them.
 OFFLOADED = ("disk GB", "host GB")
 LEAST = ("GB in node", "between", INTERVALS, "of ", "MFU", "days", "tok/s/", "with")
 
@@ -164,7 +164,7 @@ def _laid_out(cells: dict[str, str], widths: dict[str, int]) -> str:
 
 
 def _bar(share: float) -> str:
-    """Draw a bar: the whole GPU is BAR characters, and an excess is marked."""
+    """Draw a bar: the memory of the whole GPU is BAR characters, and "!" follows if more is needed."""
     if share > 1:
         return "#" * BAR + "!"
     num = max(1, int(share * BAR))

@@ -1,10 +1,10 @@
 """Memory of a rank under torch's FSDP2 (`fully_shard`) at every instant of a step, to compare with ours.
 
 A gathered unit exists twice: in the output of the all-gather, and in the parameters that are copied out of it. In the
-forward the output lives until that of the next unit exists, in the backward until it is copied. The backward prefetches
-one unit. Autograd holds the gradients of a unit until its backward ends. Then they are copied into the input of the
-reduce-scatter, which lives until the next one begins. The root stays gathered from the first forward to the end of the
-backward. Gradients are dropped before the next forward.
+forward the output lives until the next unit's output exists, in the backward until it is copied. The backward
+prefetches one unit. Autograd holds the gradients of a unit until its backward ends. Then they are copied into the input
+of the reduce-scatter, which lives until the next reduce-scatter begins. The root stays gathered from the first forward
+to the end of the backward. Gradients are dropped before the next forward.
 
 Three streams allocate, and none reuses memory that another has freed: `Memory.pools` has the peak of each.
 """
@@ -43,13 +43,13 @@ class Wrapping:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Parameters that are gathered together. `collected_bytes`: output of the all-gather (0 on a single rank);
-    `gathered_bytes`: parameters copied out of it; `part_bytes`: this rank's input, if it is cast."""
+    """Parameters that are gathered together. `collected_bytes`: output of the all-gather (0 on a single rank).
+    `gathered_bytes`: parameters copied out of it. `part_bytes`: its input, if this rank's shard has to be cast."""
 
     gathered_bytes: int
     collected_bytes: int
     part_bytes: int
-    rest_bytes: int  # what stays after the forward if the backward gathers only within a node
+    rest_bytes: int  # the shard that stays after the forward, if the backward gathers only within a node
     summed_bytes: int  # input of the reduction
     grad_bytes: int  # output of the reduction
     stays: bool  # stays gathered from its forward to its backward
@@ -208,7 +208,7 @@ class _Step(MemoryWalk):
             if name != last:
                 self.note(f"backward {name}", ACTIVATIONS, work.output_bytes + work.backward_peak_bytes)
             elif self.num_logits:
-                # The logits have a gradient, and the loss has freed its tensors of that size.
+                # The gradient of the logits exists now, and the loss has freed its own tensors of that size.
                 saved = self.itemsize if self.wrapping.compiles_loss else FP32_BYTES
                 extra = (self.itemsize - saved) * self.num_logits + loss.grad_bytes + input_bytes
                 self.note("backward head", LOSS, extra)

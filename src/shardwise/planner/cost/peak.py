@@ -1,8 +1,8 @@
 """Memory of a rank at every instant of a step, by class; its peak; and what the allocator reserves beyond it.
 
 The events of the schedule are visited in the order in which the engine executes them. The peak is the largest sum at
-one instant, never a sum of maxima. Offloaded activations are copied to the host while the next unit computes, and come
-back one unit ahead of their backward; those of the last unit stay. Of a checkpointed unit only the input is offloaded.
+one instant, never a sum of maxima. Offloaded activations are copied to the host while the next unit computes, and back
+during the backward of that next unit; those of the last unit stay. Of a checkpointed unit only the input is offloaded.
 docs/planner.md lists all terms, and where the constants of the reserve come from.
 """
 
@@ -51,7 +51,7 @@ LOSS_NAME = "loss"
 CLASSES = ("params", "grads", "optimizer", "activations", "gathered", "reduce", "loss")
 PARAMS, GRADS, OPTIMIZER, ACTIVATIONS, GATHERED, REDUCE, LOSS = range(len(CLASSES))
 
-# Workspaces of libraries for matrix products: forwards and backwards run in one thread each.
+# Workspaces of the library for matrix products: one for the thread of forwards, one for that of backwards.
 WORKSPACE_BYTES = 2 * (32 << 20)
 
 
@@ -132,14 +132,14 @@ def memory_of(
 
 
 class _Walk(MemoryWalk):
-    """Tracks memory by class through the events of a step."""
+    """Tracks the memory of our engine; each method accounts for one kind of event."""
 
     def __init__(self, schedule: Schedule, works: Mapping[str, Work], training: Training) -> None:
         super().__init__()
         self.schedule, self.works = schedule, works
         self.units = {unit.name: unit for unit in schedule.units}
-        self.comes_and_goes: set[str] = set()
-        self.writes_directly: set[str] = set()
+        self.comes_and_goes: set[str] = set()  # units with gathered memory of their own, which is freed after use
+        self.writes_directly: set[str] = set()  # units with direct gradients (core/engine/direct_gradients.py)
         for unit, slot in zip(schedule.units, schedule.slot_of, strict=True):
             for flat in unit.flats:
                 params, optimizer = state_bytes.device_state(flat, training.num_moments)
@@ -150,8 +150,8 @@ class _Walk(MemoryWalk):
                 self.held[GATHERED] += unit.gathered_bytes
             if slot is None and unit.gives_back:
                 self.comes_and_goes.add(unit.name)
-            # Layers that write gradients into the collective's input need that memory before their backward, others
-            # after. Blocks do so, and a head unless its loss makes its gradients.
+            # Layers that write gradients directly need the memory for them before their backward, others after it.
+            # Blocks write directly. So does a head, unless the loss computes the head's gradients itself.
             work = works[unit.name]
             is_direct = work.kind == "activations" or 2 * work.grad_bytes < unit.trained_bytes
             if is_direct and unit.backward_reads and not unit.holds_units:
@@ -166,7 +166,7 @@ class _Walk(MemoryWalk):
         self.num_slots = 0
         self.leaving: deque[int] = deque()  # gradients that are being copied to the host, by unit
         self.norm_bytes = 0
-        # Gradients that autograd allocated: since the last reduction began, before that, and for the root.
+        # Bytes of gradients that autograd allocated: since the last reduction began, before that, and for the root.
         self.unfetched = self.fetched = self.of_root = 0
         self.input_bytes = 0
         self.in_backward = False
@@ -184,7 +184,7 @@ class _Walk(MemoryWalk):
             if len(self.on_device) == NUM_ON_DEVICE:
                 self.held[ACTIVATIONS] -= self.on_device.popleft()
             self.on_device.append(self.offloaded[name])
-        # Its input is the output of the unit before, and lives until it is saved or freed.
+        # The unit's input is the output of the unit before it. Until the forward ends, it is counted in addition.
         self.note(f"forward {name}", kind, self.input_bytes + work.forward_peak_bytes)
         self.held[kind] += work.saved_bytes
         self.input_bytes = work.output_bytes
@@ -218,7 +218,7 @@ class _Walk(MemoryWalk):
         # Activations that are still on the device stay until the backward of their unit.
         self.on_device.clear()
         if LOSS_NAME in self.works:
-            # The head belongs to the root: it comes after the last unit, and its gradient stays until the end.
+            # In this case the head belongs to the root: it runs after the last unit, and its gradient stays to the end.
             loss = self.works[LOSS_NAME]
             self.note("forward loss", LOSS, self.input_bytes + loss.forward_peak_bytes)
             self.note("backward loss", LOSS, loss.saved_bytes + loss.output_bytes + loss.backward_peak_bytes)
@@ -282,15 +282,15 @@ class Reserved:
 def reserved_of(schedule: Schedule, memory: Memory, training: Training, is_recomputed: bool) -> Reserved:
     active = memory.peak.total
     if memory.pools:
-        # FSDP2: a stream cannot reuse memory of another, so the peaks add up, and the compute stream leaves holes. The
-        # allocator returns free blocks before it fails, so little more than the peak must fit (`low`).
+        # FSDP2: a stream cannot reuse memory of another, so the peaks add up, and the compute stream leaves holes.
+        # Before it fails, the allocator gives free blocks back, so little more than the peak is enough (`low`).
         computing, together = memory.pools[0], sum(memory.pools)
         return Reserved(active + active // 100, together + round(HOLES * computing), together + computing // 5)
     returned = sum(unit.gathered_bytes for unit in schedule.units if unit.gives_back)
     kept = schedule.reduction_slot_bytes // 2 if training.num_micro_batches > 1 else 0
     holes = returned // (5 if is_recomputed else 30)
     expected = active + min(200 * MB, active // 8) + active // 200 + holes + kept
-    # The largest block of memory that comes and goes within a step may fit into no hole.
+    # The largest block that is allocated and freed within a step may fit into no hole.
     whole = [state_bytes.resting_grads(unit.flats) for unit in schedule.units if unit.layout.grads == "whole"]
     loss = max(instant.num_bytes[LOSS] for instant in memory.instants)
     largest = max(schedule.reduction_slot_bytes, loss // 4, *whole, 0)

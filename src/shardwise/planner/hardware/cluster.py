@@ -1,12 +1,12 @@
 """A cluster of equal nodes, from words (`8xH100-80GB`, two nodes, InfiniBand) or as `doctor --measure` found it.
 
-Values that are not given are those that such machines usually have; they are part of the result, so that they can be
-shown. Rates are achieved rates, not data-sheet ones, except FLOP/s and memory bandwidth: the plan knows the share of
-these that each kind of work reaches. Of a network's line rate, collectives reach 95 % with InfiniBand, 90 % with RoCE,
-and 80 % with EFA and with TCP over Ethernet. GPUs of a node share a network that belongs to the node.
+Values that are not given have typical defaults; they are part of the result, so that they can be shown. Rates are
+achieved rates. Only FLOP/s and memory bandwidth are those of data sheets: the plan knows the share of them that each
+kind of work reaches. Collectives reach 95 % of a network's line rate with InfiniBand, 90 % with RoCE, and 80 % with EFA
+and with TCP over Ethernet. Where the rate is that of a whole node, its GPUs share it.
 
-A measured device in the table keeps its peak, on which utilisation is based, and gets the share of it that large
-products reached. For an unknown device, or a CPU, the measured rate is the peak.
+A measured GPU that is in our table keeps the table's peak, on which utilisation is based. The measurement gives the
+share of it that large matrix products reach. For an unknown device, or a CPU, the measured rate is the peak.
 """
 
 import json
@@ -53,7 +53,7 @@ class Cluster:
     intra: Link
     inter: Link
     pcie: Link
-    switch: Link | None = None
+    switch: Link | None = None  # for all-reduces that are summed in the switch of a node
     network: str = ""  # the text that `inter` was made from
     host_bytes: int
     disk_bytes: int
@@ -172,7 +172,7 @@ def between(text: str, node_size: int, intra: Link) -> Link:
     several = [known for known in NETWORKS if known.startswith(f"{name}-")]
     if len(several) > 1 and name not in NETWORKS:
         raise ConfigurationError(f"--network: {text!r} comes at several rates: {', '.join(several)}")
-    known = {"nvlink": intra}  # a rack is one NVLink domain
+    known = {"nvlink": intra}  # for a rack whose nodes are one NVLink domain
     for network, (gigabits_per_s, share, latency_us, is_shared) in NETWORKS.items():
         rate = gigabits_per_s * share / 8
         known[network] = Link(rate / node_size if is_shared else rate, latency_us)
@@ -196,8 +196,8 @@ DeviceKind = Literal["cuda", "cpu"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """Measured rates and sizes of a machine. `flops` and `fp32_flops`: rates of large products in 16 and 32 bits. All
-    `num_devices` are alike; a CPU is one. None: not measured, because there is one device, or it is the host."""
+    """Measured rates and sizes of a machine. `flops`, `fp32_flops`: rates of large matrix products in 16 and 32 bits.
+    All `num_devices` are equal; a CPU counts as one. A rate is None if a single device or a CPU does not have it."""
 
     version: int = VERSION
     device: str
@@ -236,7 +236,7 @@ _MAY_BE_0 = ("context_bytes", "disk_bytes", "collective_latency_us")
 
 
 def read_measured(path: str | Path) -> Measured:
-    """Read the file and check every value."""
+    """Read a file that `shardwise doctor --measure` wrote, and check every value."""
     file, what = find(path), f"hardware {str(path)!r}"
     if file is None:
         raise ConfigurationError(f"{what}: there is no such file; make it with shardwise doctor --measure {path}")
@@ -255,7 +255,7 @@ def write_measured(measured: Measured, path: str | Path) -> None:
     Path(path).expanduser().write_text(json.dumps(asdict(measured), indent=1) + "\n", encoding="utf-8")
 
 
-# The GPU whose other constants an unknown device gets.
+# For an unknown device, values that are not measured are those of this GPU.
 _NEAREST = "H100-80GB"
 _SEEN = {"products": 1.0, "attention": 0.5, "memory": 1.0, "prologue": 0.0, "tail": 0.0}
 
@@ -272,7 +272,7 @@ def efficiency_in(measured: Measured) -> Efficiency:
 
 
 def gpu_in(measured: Measured, num_ranks: int = 1) -> Gpu:
-    """Return the device of a rank. A CPU is divided among `num_ranks`."""
+    """Return the device of one rank. The memory and speed of a CPU are divided among `num_ranks`."""
     num_sharing = num_ranks if measured.kind == "cpu" else 1
     copies = (measured.to_host_bytes_per_s, measured.from_host_bytes_per_s)
     to_host = min((rate for rate in copies if rate), default=measured.memory_bytes_per_s / num_sharing)

@@ -1,11 +1,11 @@
 """A fabric as a value: its nodes and ranks, the speed of their links, and the time of an operation on them.
 
 Each rank has two full-duplex wires: `intra` to the other ranks of its node, and `inter`, its own NIC, to other nodes. A
-group inside one node uses intra, one rank per node uses inter; otherwise rings pass through every rank, one for each
-NIC. The ring's bytes go over the intra wire and, divided by the ranks of the group in a node, over the inter wire at
-the same time. A ring of N moves (N-1)/N of the buffer for an all-gather or a reduce-scatter; an all-reduce is both. A
-broadcast is a chain through which the whole buffer passes. In an all-to-all every rank sends a part to each other one.
-Not modelled: kernels that compete for SMs, reductions in the switch (NVLS), trees, congestion, stragglers.
+group inside one node uses `intra` only, a group with one rank per node `inter` only. Other groups have one ring per
+NIC, and every ring passes through all ranks: the bytes go over `intra` and, divided by the group's ranks in a node,
+over `inter` at the same time. A ring of N moves (N-1)/N of the buffer for an all-gather or a reduce-scatter; an
+all-reduce is both. A broadcast is a chain that the whole buffer passes. In an all-to-all every rank sends a part to
+each other. Not modelled: kernels that compete for SMs, reductions in the switch (NVLS), trees, congestion, stragglers.
 """
 
 import math
@@ -56,7 +56,7 @@ INTER = Link(50.0, 15.0)
 class Fabric:
     """`num_nodes` nodes of `node_size` ranks; rank r sits in node r // node_size.
 
-    `copies`: transfers also read and write as much device memory as they carry, at the wire's pace.
+    `copies`: a transfer also reads and writes as many bytes of device memory as it sends, at the speed of the wire.
     """
 
     num_nodes: int
@@ -124,8 +124,8 @@ def plan_transfer(fabric: Fabric, kind: Kind, num_bytes: int, ranks: Sequence[in
 
 
 def _spread(ranks: Sequence[int], node_size: int, node: int) -> Mapping[int, int]:
-    """Count the ranks of each node. For evenly spaced ranks, which may be millions, only these nodes: `node`, the first
-    and the last, and those in between until the counts repeat."""
+    """Count the ranks of each node. A `range` may have millions of ranks, so only some of its nodes are counted:
+    `node`, the first, the last, and the nodes after the first until the counts repeat."""
     if not isinstance(ranks, range) or len(ranks) < 2 or ranks.step < 1:
         return Counter(rank // node_size for rank in ranks)
     first, last = ranks[0] // node_size, ranks[-1] // node_size
@@ -133,7 +133,7 @@ def _spread(ranks: Sequence[int], node_size: int, node: int) -> Mapping[int, int
         return dict.fromkeys((first, last, node), 1)
     period = ranks.step // math.gcd(ranks.step, node_size)
     nodes = {node, last, *range(first, min(first + period, last) + 1)}
-    # The index of the first rank at or after the begin of a node.
+    # For each node, the index in `ranks` of the first rank that is in this node or a later one.
     before = {
         at: max(0, -(-(at * node_size - ranks.start) // ranks.step)) for at in {*nodes, *(at + 1 for at in nodes)}
     }
@@ -179,7 +179,7 @@ def parse(text: str) -> Fabric:
 
 
 def quantity(text: str, units: Mapping[str, float]) -> float | None:
-    """Parse a number with a unit; None if it is neither."""
+    """Parse a number with one of these units; None if the text is anything else."""
     found = re.fullmatch(r"(\d+(?:\.\d*)?(?:e[+-]?\d+)?|\.\d+|inf)\s*([A-Za-z/]*)", text)
     return None if found is None or found[2] not in units else float(found[1]) * units[found[2]]
 

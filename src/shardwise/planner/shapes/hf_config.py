@@ -32,7 +32,7 @@ QUANTISED = "quantization_config"
 
 
 def _read_bool(config: Config, key: str, default: bool = False) -> bool:
-    """Read a boolean; text such as "false" is refused."""
+    """Read a boolean. A text such as "false" is an error."""
     value = config.get(key, default)
     if not isinstance(value, bool):
         raise ConfigurationError(f"config.json: {key} is {value!r}, but must be true or false")
@@ -75,7 +75,7 @@ def _stablelm(config: Config, sizes: Fields) -> Fields:
 
 
 def _qk_norms(config: Config, sizes: Fields, is_default: bool = True) -> Fields:
-    """Count norms of queries and keys, each over all heads together."""
+    """Count the parameters of norms of queries and of keys, if each norm is over all heads together."""
     norms = _num_qk_norm_elems(sizes) if _read_bool(config, "use_qk_norm", is_default) else 0
     return {"other_elems": _biases(config, sizes)["other_elems"] + norms}
 
@@ -91,7 +91,7 @@ def _gpt_oss(config: Config, sizes: Fields) -> Fields:
     return {"other_elems": sizes["heads"] + sizes["hidden"] + sizes["num_experts"] * elems_per_expert}
 
 
-_FAMILY_RULES: dict[str, Callable[[Config, Fields], Fields]] = {  # beyond families.json
+_FAMILY_RULES: dict[str, Callable[[Config, Fields], Fields]] = {  # for what families.json cannot express
     "opt": _opt,
     "gptj": lambda config, sizes: {"other_elems": sizes["ffn"] + sizes["hidden"]},  # biases of the feed-forward
     "gpt_neox": _gpt_neox,
@@ -138,7 +138,7 @@ def shape_of_config(config: str | Path | Config) -> ModelShape:
 
 
 def read_config(config: str | Path | Config) -> tuple[str, Config]:
-    """Return the model's name, for errors, and the contents of its config.json. Refuse quantised weights."""
+    """Return the model's name, for errors, and the contents of its config.json. Quantised weights are an error."""
     if isinstance(config, Mapping):
         name = str(config.get("_name_or_path") or config.get("model_type") or "config")
     else:

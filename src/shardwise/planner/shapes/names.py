@@ -1,9 +1,9 @@
 """A shape from a name (`llama-3-8b`) or from words (`layers=32,hidden=4096,heads=32,vocab=128256`).
 
-A name with an owner (`meta-llama/Llama-3.2-1B`) means the published files, which transformers runs. A name without one
-means the trainer's in-tree shape, as in `shardwise train --model`, else the published model. MPT without an owner is
-the series with which its authors measured speeds, with learned positions and biases; GPT-175B and GPT-1T are
-Megatron's. All of them are in `models.json`.
+A name with an owner (`meta-llama/Llama-3.2-1B`) means the published model, run by transformers. A name without an owner
+means the trainer's in-tree shape of this name, as in `shardwise train --model`, or else the published model. Exception:
+MPT without an owner means the models whose speed MosaicML measured, with learned positions and biases. GPT-175B and
+GPT-1T are Megatron's. All of them are in `models.json`.
 """
 
 import json
@@ -83,10 +83,10 @@ _SCALES = {"": 1, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
 
 
 def parse_shape(text: str) -> ModelShape | StatesOnly:
-    """Parse words. `layers`, `hidden`, `heads` and `vocab` are required. The default is the in-tree transformer: as
+    """Parse a shape. `layers`, `hidden`, `heads` and `vocab` are required. The default is the in-tree transformer: as
     many key-value heads as heads, of size hidden / heads, and a gated feed-forward of 8/3 hidden, rounded up to a
-    multiple of 256 (4 hidden with `gated=no`). `bias` applies to all projections. A feature that the in-tree
-    transformer lacks makes it a model of transformers. `params=7.5e9` alone plans the training state only."""
+    multiple of 256 (4 hidden with `gated=no`). `bias` applies to all projections. With a feature that the in-tree
+    transformer lacks, it is a model of transformers. `params=7.5e9` alone plans the training state only."""
 
     def refused(why: str) -> ConfigurationError:
         return ConfigurationError(f"--shape {text!r}: {why}; an example: {EXAMPLE}")

@@ -1,8 +1,8 @@
 """A transformer as sizes, and the units that the real module of these sizes has.
 
 `units_of` gives the same units as `find_units` on the module itself, names included, for the in-tree transformer and
-for Llama, Mistral, Qwen3 and GPT-2 of transformers. Other families have Llama's names here (GPT-2's, if positions are
-learned) and their own sizes: parameters that no field describes are counted in `other_elems`.
+for Llama, Mistral, Qwen3 and GPT-2 of transformers. Units of other families have the right sizes, but Llama's names
+(GPT-2's, if positions are learned). Parameters that no field describes are counted in `other_elems`.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -22,8 +22,8 @@ Code = Literal["in-tree", "hf"]
 
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
-    """Sizes of a transformer. `code`: the implementation (in-tree, or transformers'). `dtype`: that of the files, which
-    frozen weights keep. With experts, `expert_ffn` is the width of one of them; 0: that of `ffn`."""
+    """Sizes of a transformer. `code`: the implementation (in-tree, or transformers'). `dtype`: of the weights in the
+    files; frozen weights keep it. `expert_ffn`: the width of one expert; 0: the same as `ffn`."""
 
     name: str
     layers: int
@@ -54,7 +54,7 @@ class ModelShape:
     def __post_init__(self) -> None:
         require_limits(f"shape {self.name!r}", self, _LIMITS)
         has_head_dim = self.head_dim > 0
-        # A frozen dataclass is filled in like this.
+        # Defaults that depend on other fields. A frozen dataclass can be changed only in this way.
         object.__setattr__(self, "kv_heads", self.kv_heads or self.heads)
         object.__setattr__(self, "head_dim", self.head_dim or self.hidden // self.heads)
         if not has_head_dim and self.query_width != self.hidden:
@@ -142,10 +142,10 @@ WRAPPER = "base_model.model."  # peft's prefix of every name
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A module with parameters of its own: their attributes and sizes.
+    """A module that owns parameters. `params`: the attribute and the size of each.
 
     `fan`: input and output width of a projection that can have adapters. `is_tied`: its weight is that of the first
-    part of the model.
+    part of the model, the embedding.
     """
 
     path: str
@@ -175,7 +175,7 @@ def _vectors(path: str, width: int, bias: bool = False) -> Part:
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """A model. `block`: the parts of one block, with paths relative to it; `block_paths`: paths of all blocks."""
+    """All parts of a model. `block`: those of one block, with relative paths. `block_paths`: paths of all blocks."""
 
     before: tuple[Part, ...]
     block: tuple[Part, ...]
@@ -201,7 +201,7 @@ def units_of(shape: ModelShape, lora: Lora | None = None) -> list[UnitSpec]:
 @lru_cache(maxsize=32)
 def _units(shape: ModelShape, lora: Lora | None) -> tuple[UnitSpec, ...]:
     parts = _parts(shape)
-    # Blocks of transformers are recognised by class, those of the in-tree model by repetition.
+    # `find_units` recognises blocks of transformers by class, and those of the in-tree model by repetition.
     splits_blocks = shape.code == "hf" or shape.layers > 1
     if lora is not None:
         parts = _with_adapters(parts, lora.r, targets_of(shape, lora))
@@ -338,7 +338,7 @@ def _gpt_block(shape: ModelShape, norm_bias: bool) -> Iterator[Part]:
 
 
 def _experts(shape: ModelShape) -> Iterator[Part]:
-    """All experts in two tensors, as in transformers since version 5."""
+    """Yield the router, and all experts in two tensors, as in transformers since version 5."""
     num, hidden, ffn = shape.num_experts, shape.hidden, shape.ffn_of_expert
     yield Part("mlp.gate", (("weight", (num, hidden)),))
     inward, width = ("gate_up_proj", 2 * ffn) if shape.gated else ("up_proj", ffn)

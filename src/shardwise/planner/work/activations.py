@@ -1,10 +1,10 @@
 """Work (memory and arithmetic) of every unit of a model in one micro-batch, computed from the model's sizes alone.
 
-All blocks are equal, so one block is run on a simulated autograd tape (blocks.py, tape.py); so is the end of the
-model. Work outside of blocks: the beginning (token ids, the rotary table, an embedding that is no unit) belongs to
+All blocks are equal, so only one block and the end of the model are run, on a simulated autograd tape (blocks.py,
+tape.py). Work outside of blocks: the beginning (token ids, the rotary table, an embedding that is no unit) belongs to
 `ROOT`, and the end (the last norm, the head, the loss) to the head, or to `LOSS` if the head is no unit.
 
-Not modelled: attention masks (several documents in a row), and fragmentation inside blocks of torch's allocator.
+Not modelled: attention masks (several documents in one sequence), and fragmentation inside blocks of torch's allocator.
 """
 
 from collections.abc import Callable, Sequence
@@ -163,7 +163,7 @@ def _works(shape: ModelShape, training: Training) -> tuple[tuple[str, Work], ...
 
 def _beginning(shape: ModelShape, training: Training, embedding_work: Work | None) -> Work:
     """Return the work of the beginning: tokens, targets and the rotary table (cosine and sine of every position, in
-    fp32 or, in transformers, twice as wide in the compute dtype). `embedding_work`: None if it is a unit."""
+    fp32 or, in transformers, twice as wide in the compute dtype). `embedding_work`: None if the embedding is a unit."""
     table = 0 if shape.num_positions else 4 * training.seq * shape.head_dim
     held = 2 * rounded(_INDEX_BYTES * training.num_tokens) + rounded(table)
     if embedding_work is None:
@@ -192,7 +192,7 @@ def _embedding(shape: ModelShape, training: Training, num_rows: int) -> Work:
 
 def shared_out(work: Work, block: str, units: Sequence[UnitSpec]) -> dict[str, Work]:
     """Assign a block's work to its units. If a block has several units, the largest one gets all work, and the others
-    only pass tensors on. (Checkpointing also wraps the whole block.)"""
+    only pass tensors on. Checkpointing, too, is for the block as a whole."""
     num_elems = {unit.name: sum(param.num_elems for param in unit.params)
              for unit in units if unit.path == block or unit.path.startswith(f"{block}.")}  # fmt: skip
     largest = max(num_elems, key=lambda name: num_elems[name])
@@ -200,7 +200,7 @@ def shared_out(work: Work, block: str, units: Sequence[UnitSpec]) -> dict[str, W
 
 
 def block_of(shape: ModelShape, is_ours: bool) -> Block:
-    """Select the code of a block. `is_ours`: run by our engine; else the code of published measurements of others."""
+    """Select the code of a block. `is_ours`: for our engine; else the code with which others published measurements."""
     kind: Callable[[ModelShape, Tape, Tensor], Tensor]
     if not is_ours:
         kind = blocks.titan_block if shape.gated else blocks.mpt_block

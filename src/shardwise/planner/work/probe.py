@@ -4,8 +4,8 @@ The model runs forward once. Then one unit of each kind is run by itself, forwar
 through `Counting`, which tracks the storages of results until they are freed. `StandIns` replaces operations that run
 differently on a GPU or under our engine. Attention is one kernel that saves its inputs, its result and a number per
 row; an RMS norm saves its input and a number per row; dropout saves a byte per element; a plain linear layer writes its
-weight's gradient to its destination. The loss is not run: for the last projection of a language model and everything
-after it, `activations.Head` is used.
+weight's gradient directly into the buffer for reductions. The loss is not run: for the last projection of a language
+model and everything after it, `activations.Head` is used.
 """
 
 import copy
@@ -41,7 +41,7 @@ def attention_shape(query: Tensor, key: Tensor) -> AttentionShape:
 
 
 class StandIns(TorchFunctionMode):
-    """Replaces operations by GPU-like ones. `direct`: weights whose gradients the engine's layers write directly."""
+    """Replaces operations by ones that use memory as on a GPU. `direct`: weights with directly written gradients."""
 
     def __init__(self, direct: frozenset[Tensor]) -> None:
         super().__init__()
@@ -67,7 +67,7 @@ class StandIns(TorchFunctionMode):
         if func is torch._grouped_mm and args[0].dtype != torch.bfloat16:
             return _GroupedProduct.apply(*args[:2], kwargs.get("offs"))  # type: ignore[no-untyped-call]
         if func is Tensor.__bool__ and args[0].is_meta:
-            return True  # only checks that a mask masks nothing read values
+            return True  # models read a value only to check whether a mask hides nothing
         return func(*args, **kwargs)
 
 
@@ -124,7 +124,7 @@ class _Linear(torch.autograd.Function):
 _PRODUCTS = {torch.ops.aten.mm.default: 0, torch.ops.aten.addmm.default: 1, torch.ops.aten.mm.dtype: 0}
 _ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention.default
 _ATTENTION_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_backward.default
-# Reference counts, inside a dispatch mode, of a gradient that only autograd's buffer holds.
+# Reference counts of a gradient (tensor, storage) inside a dispatch mode, if only autograd's buffer holds it.
 _NUM_OWN_REFERENCES = (4, 2)
 
 
@@ -164,13 +164,13 @@ class Counting(TorchDispatchMode, Meter):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is torch.ops.aten.add.Tensor and not self._depth and torch._C._current_graph_task_id() != -1:
-            # Autograd adds to a gradient that nothing else holds in place.
+            # If nothing else holds a gradient, autograd adds to it in place.
             num_references = args[0]._use_count(), torch._C._storage_Use_Count(args[0].untyped_storage()._cdata)
             if num_references == _NUM_OWN_REFERENCES:
                 return args[0]
         result = func(*args, **kwargs)
         if func is _ATTENTION:
-            # The strides of a GPU's result: those of dense queries, else token by token.
+            # Strides as on a GPU: those of the queries if they are dense, else token by token.
             rows = args[0].transpose(1, 2)
             is_efficient = attention_shape(args[0], args[1]).kernel == "efficient"
             like = torch.empty(rows.shape, dtype=rows.dtype, device="meta") if is_efficient else rows
@@ -265,8 +265,8 @@ def measure_call(
     weights: Sequence[Tensor],
     stand_ins: StandIns,
 ) -> Work:
-    """Measure the work of a call. Its input is the first argument with a gradient, else the first that is no index; the
-    others are not counted. `around`: the wrapper that activation checkpointing puts around the forward."""
+    """Measure the work of a call. Its input is the first argument with a gradient, else the first floating-point one.
+    Others are not counted. `around`: the wrapper that activation checkpointing puts around the forward."""
     counting = Counting()
     counting.leave_out(weights)
     floating = [part for part in tensors_in((args, kwargs)) if part.is_floating_point()]
@@ -292,7 +292,7 @@ def measure_call(
 def _called(
     counting: Counting, run: Forward, args: tuple[Any, ...], kwargs: dict[str, Any], like: Tensor | None, seed: Tensor
 ) -> Tensor:
-    """Return the output of a call. Nothing holds the input after it."""
+    """Return the output of a call. Afterwards no variable holds the input; autograd may have saved it."""
     made: list[Tensor] = []
     if like is not None and like.requires_grad:
         made.append(_Source.apply(seed, like.detach()))  # type: ignore[no-untyped-call]
@@ -419,7 +419,7 @@ def _calls_of(model: nn.Module, parts: dict[str, nn.Module], tokens: Tensor, sta
 
 
 def _unwrapped(forward: Forward) -> tuple[Forward, Callable[[Forward], Forward] | None]:
-    """Return a forward and its wrapper: checkpointed blocks have partial(checkpointed, forward, ...) in its place."""
+    """Return a forward and its wrapper, or None. A checkpointed block's forward is partial(wrapper, forward, ...)."""
     if not isinstance(forward, partial) or not forward.args or not callable(forward.args[0]):
         return forward, None
     inner, *rest = forward.args
