@@ -30,7 +30,7 @@ NUM_SAMPLES_CHECKED = 200
 
 
 @dataclass(frozen=True, slots=True)
-class Checked:
+class Checked:  # result of `check_all`
     facts: ModelFacts
     tokenizer: Tokenizer
     seq_length: int
@@ -45,7 +45,7 @@ def completed(settings: Settings, has_gpu: bool) -> Settings:
 
 
 def look_ahead(settings: Settings, num_ranks: int, say: Callable[[str], None]) -> None:
-    """Run all checks and prepare the data, so that ranks have nothing to refuse and nothing to wait for."""
+    """Run all checks and prepare the data, so that no rank fails or waits because of them later."""
     checked = check_all(settings, num_ranks)
     require_same_names(settings, checked)
     data = run_folder(settings) / DATA
@@ -58,7 +58,7 @@ def look_ahead(settings: Settings, num_ranks: int, say: Callable[[str], None]) -
         samples, _ = open_samples(settings, checked.tokenizer, prepared, checked.seq_length, say)
         require_targets(samples, say)
     except ConfigurationError:
-        # A run that never began leaves nothing behind, and removes nothing of others.
+        # Remove what this call created, and nothing that was there before.
         for store in set(data.glob("*")) - before:
             shutil.rmtree(store, ignore_errors=True)
         with suppress(OSError):
@@ -68,7 +68,7 @@ def look_ahead(settings: Settings, num_ranks: int, say: Callable[[str], None]) -
 
 
 def require_same_names(settings: Settings, checked: Checked) -> None:
-    """Refuse to resume from a Hugging Face folder of another model; its weights are for --model."""
+    """Refuse to resume from a Hugging Face folder of another model. To start from its weights, use --model."""
     resume = settings.resume_from_checkpoint
     if resume in (None, LATEST, AUTO_RESUME) or not is_model(place := Path(resume).expanduser()):
         return
@@ -86,7 +86,7 @@ def require_same_names(settings: Settings, checked: Checked) -> None:
 
 
 def require_targets(samples: Samples, say: Callable[[str], None]) -> None:
-    """Refuse data without any targets, judged by evenly spread samples, and warn if some samples have none."""
+    """Look at evenly spread samples. Refuse the data if none has targets, and warn if some have none."""
     stride = -(-samples.num_samples // NUM_SAMPLES_CHECKED)
     numbers = [samples.batch([index]).num_targets for index in range(0, samples.num_samples, stride)]
     num_empty = numbers.count(0)

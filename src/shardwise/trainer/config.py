@@ -2,10 +2,10 @@
 
 Every source becomes rows of `Given`: a key, its value as text (or a list or a mapping of texts), and its origin. The
 strongest source comes first and wins; mappings (`shape`, `lora`, `strategy`) are merged part by part. pydantic then
-turns text into types. So 1e-4 is a number and 1:4 a text wherever they are written, whatever YAML makes of them.
+turns text into types. So 1e-4 is a number and 1:4 a string in every source, whatever type YAML would choose.
 
-A mistake is one `ConfigurationError` that names its origin. Only this file imports pydantic, and only when settings are
-resolved.
+A mistake raises one `ConfigurationError` that names its origin. Only this file imports pydantic, and only when
+settings are resolved.
 """
 
 import json
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 FIELDS = {entry.name: entry for entry in fields(Settings)}
 PREFIX = "SHARDWISE_"
-# Keys of a mapping and their types; the keys of a strategy are patterns of unit names.
+# Settings that are mappings: their keys and types. The keys of a strategy are patterns of unit names.
 PARTS: dict[str, dict[str, Any]] = {
     "shape": {entry.name: entry.type for entry in fields(TransformerShape)},
     "lora": {entry.name: entry.type for entry in fields(Lora)},
@@ -42,16 +42,16 @@ WORDS: dict[str, dict[str, Any]] = {
     "offload": {"none": [], "false": []},
     "wire": {"none": [], "false": []},
 }
-# A preset's value is ignored if all of these are given, which mean the same thing.
+# A preset's value for a key is ignored if all settings listed here for the key are given: they determine it.
 RIVALS = {
     "max_steps": ("num_train_epochs",),
     "global_batch_size": ("per_device_train_batch_size", "gradient_accumulation_steps"),
 }
-# Pairs of settings with one meaning.
+# Pairs of alternatives: only one setting of a pair may be given.
 EITHER = (("max_steps", "num_train_epochs"), ("train_file", "dataset"))
 # Kubernetes sets variables for every service of a namespace, and one may be called shardwise.
 FROM_KUBERNETES = re.compile(r"_(SERVICE_HOST|SERVICE_PORT|PORT)(_|$)")
-# Settings are nested no deeper than mappings in lists.
+# Maximum nesting of a value, such as a mapping that contains lists.
 DEPTH = 2
 FALSE = ("none", "false", "0", "no", "off", "f", "n")
 WANTED = {bool: "true or false", int: "a whole number", float: "a number", tuple: "a list of texts", str: "a text"}
@@ -60,7 +60,7 @@ WANTED = {bool: "true or false", int: "a whole number", float: "a number", tuple
 @dataclass(frozen=True, slots=True)
 class Given:
     key: str
-    value: Any  # None, a text, a list or a mapping of them; typed where it comes from a program or a preset
+    value: Any  # None, a string, or a list or mapping of strings; already typed if it comes from a program or a preset
     origin: str
 
 
@@ -80,9 +80,9 @@ def resolve(
     """Combine a command line, its file and the environment.
 
     `words` are at most one file and any number of key=value; a flag that was not given is None. Relative paths are
-    relative to the working directory, also those in a file. `file` is the name and the YAML of a file that was not
-    named, such as that of a resumed run. `others` are settings from configurations of other libraries, by origin; our
-    own file is stronger.
+    relative to the working directory, also those in a file. `file` is the name and the YAML of a file that the command
+    line does not name, such as that of a resumed run. `others` are settings from configurations of other libraries, by
+    origin; our own file is stronger.
     """
     files = files_in(words)
     if len(files) > 1:
@@ -90,12 +90,12 @@ def resolve(
     own = [[*_from_flags(flags), *_from_overrides(word for word in words if word not in files)]]
     own += [[*_from_file(name)] for name in files]
     foreign = [[Given(key, value, name) for key, value in found.items()] for name, found in others.items()]
-    if _has("precision", own):  # the reduce dtype of another library belongs to its precision
+    if _has("precision", own):  # another library's reduce dtype is used only with its precision
         foreign = [[entry for entry in source if entry.key != "reduce_dtype"] for source in foreign]
     earlier = [] if file is None else [*_from_yaml(file[1], file[0])]
     given: list[Given] = []
     for source in [*own, *foreign, earlier, _from_environment(environment)]:
-        # A stronger source that gives one of a pair replaces both. Both in one source are refused later.
+        # If a stronger source gives one setting of a pair, ignore the other here. Both in one source raise later.
         stronger = {entry.key for entry in given if entry.value}
         replaced = {key for pair in EITHER if stronger & {*pair} for key in pair} - stronger
         given += [entry for entry in source if entry.key not in replaced]
@@ -163,12 +163,12 @@ def _from_flags(flags: Mapping[str, Any]) -> Iterator[Given]:
 
 
 def files_in(words: Sequence[str]) -> list[str]:
-    """Return the words that are no key=value. A path may contain "=", but a key has no slash, except in a pattern."""
+    """Return the words that are not key=value. A path may contain "=", but a key has no slash, except in a pattern."""
     return [word for word in words if not re.match(r"(strategy\.[^=]+|[\w.-]+)=", word)]
 
 
 def _from_overrides(words: Iterable[str]) -> list[Given]:
-    """Return one row per key. The last one wins; parts keep their order, which matters to a strategy."""
+    """Return one row per key. The last one wins; parts of a mapping keep their order, which matters in a strategy."""
     latest: dict[str, Any] = {}
     for word in words:
         name, _, text = word.partition("=")
@@ -223,7 +223,7 @@ def _from_environment(environment: Mapping[str, str]) -> Iterator[Given]:
 
 
 def _from_preset(values: Mapping[str, Any]) -> Iterator[Given]:
-    """Return settings that suit the model, unless given ones contradict them."""
+    """Yield settings that suit the model, except those that the given `values` replace."""
     model = values.get("model", FIELDS["model"].default)
     random_weights = str(values.get("random_weights")).strip().lower() not in FALSE
     if isinstance(model, str) and model in PRESETS:
@@ -251,7 +251,7 @@ def _given(name: str, value: Any, origin: str) -> Given:
 
 
 def _plain(key: str, value: Any, origin: str) -> Any:
-    """Split words, lists and mappings that were written as one text."""
+    """Parse words, lists and mappings that were written as one string."""
     kind = FIELDS[key].type
     if isinstance(value, bool):
         value = str(value).lower()
@@ -278,7 +278,7 @@ def _plain(key: str, value: Any, origin: str) -> Any:
 
 
 def _parts_in(key: str, text: str, origin: str) -> Any:
-    """Parse r=16,targets=a+b, or a mapping in braces as in YAML or JSON; a strategy's name stays a text."""
+    """Parse r=16,targets=a+b, or a mapping in braces as in YAML or JSON; a strategy's name stays a string."""
     if text.lstrip().startswith("{"):
         return yaml_tree(text, origin, DEPTH) or {}
     if not PARTS[key]:
@@ -329,7 +329,7 @@ def _adapter() -> "pydantic.TypeAdapter[Settings]":
 
 
 def _typed(values: dict[str, Any], origins: Mapping[str, list[str]], goes_on: bool = False) -> Settings:
-    """Convert to types and check. `goes_on`: the offload is that of an earlier start, with perhaps another strategy."""
+    """Convert to types and check. `goes_on`: offload is from a resumed run; the strategy may be new."""
     import pydantic
 
     try:
@@ -352,7 +352,7 @@ def _typed(values: dict[str, Any], origins: Mapping[str, list[str]], goes_on: bo
 
 
 def _wrong(place: tuple[Any, ...], value: Any, origins: Mapping[str, list[str]]) -> ConfigurationError:
-    """Make the error. `place` is pydantic's: the key, then parts, indices, and the types of a union that it tried."""
+    """Make the error. `place` is pydantic's `loc`: the key, then parts, indices, and the union types it tried."""
     key = place[0]
     kind, path = FIELDS[key].type, key
     if len(place) > 1 and f"{key}.{place[1]}" in origins:

@@ -51,7 +51,7 @@ def _start_ranks(settings: Settings, origin: Mapping[str, str], entry: str) -> i
     # others may have created the folder already. At each start, rank 0 chooses the checkpoint to resume from.
     folder = run_folder(choose(settings) if max_nodes == 1 else settings).expanduser()
     settings = replace(settings, output_dir=str(folder))
-    from .checks import look_ahead  # imports torch, which must not happen in a rank before its threads are set
+    from .checks import look_ahead  # imports torch; in a rank, the number of threads must be set before that
 
     look_ahead(settings, num_ranks * min_nodes, partial(print, flush=True))
     logs = folder.absolute() / LOGS
@@ -72,7 +72,7 @@ def _start_ranks(settings: Settings, origin: Mapping[str, str], entry: str) -> i
     code = run_agent(settings, num_ranks, Task(entry, settings.to_json(), str(logs), os.getpid()))
     if code == MemoryExceededError.exit_code:
         reports = oom_reports(folder)
-        # Rank 0 has printed its own report; those of other ranks are only in their logs.
+        # Rank 0 has printed its own report; other ranks' are only in their logs, so print one if rank 0 has none.
         if reports and all(report["rank"] for report in reports):
             print(printable_lines(f"shardwise: {reports[0]['text']}"), file=sys.stderr, flush=True)
     return code
@@ -95,7 +95,7 @@ def ranks_here(settings: Settings) -> int:
 
 
 def _run_as_rank(settings: Settings, origin: Mapping[str, str], entry: str, variables: dict[str, str]) -> int:
-    """Run as a rank that another launcher has started. `variables` do not replace those that it has set."""
+    """Run as a rank that another launcher has started. `variables` are set where that launcher has not set them."""
     if "SLURM_CPUS_PER_TASK" in os.environ:
         variables["OMP_NUM_THREADS"] = os.environ["SLURM_CPUS_PER_TASK"]
     for name, value in variables.items():
@@ -104,7 +104,7 @@ def _run_as_rank(settings: Settings, origin: Mapping[str, str], entry: str, vari
     launcher = "torchrun" if is_torchrun else "srun"
     started = os.environ.get("LOCAL_WORLD_SIZE")
     defaults = asdict(Settings()) | {"nproc_per_node": settings.nproc_per_node if started is None else int(started)}
-    for name in LAUNCH_SETTINGS:  # only our own launcher can apply them: there is no silent fallback
+    for name in LAUNCH_SETTINGS:  # only our own launcher can apply them, so refuse them instead of ignoring them
         value, where = getattr(settings, name), origin.get(name, "default")
         # A value equal to the default is accepted: the config.json of a run contains all settings.
         if where != "default" and value is not None and value != defaults[name]:

@@ -1,8 +1,8 @@
 """The training loop: one page, in the order in which things happen.
 
-The host is one step ahead of the device. While the device computes a step, the host reads the next batch, takes in the
-loss of the step before, and starts an exchange in which the ranks agree on what comes next. Only when a checkpoint or
-an evaluation is due does the host wait for everything.
+The host is one step ahead of the device. While the device computes a step, the host reads the next batch and the loss
+of the step before, and starts an exchange in which the ranks agree on what comes next. The host waits for everything
+only when a checkpoint or an evaluation is due.
 """
 
 from collections.abc import Callable
@@ -49,7 +49,7 @@ def run_steps(run: Run, after_step: Callable[[], None]) -> Ending:
         agreed = exchange.finish()
         evaluates, saves = (step > first and every > 0 and step % every == 0 for every in (eval_every, save_every))
         if evaluates or saves or agreed.save or agreed.stop is not None or records.complaint:
-            # The numbers of the last step have an exchange of their own, which may bring further requests.
+            # One more exchange for the loss of the last queued step. It may bring further requests.
             exchange.start([], queued)
             late, queued = exchange.finish(), None
             stop = agreed.stop if agreed.stop is not None else late.stop
@@ -79,12 +79,12 @@ def run_steps(run: Run, after_step: Callable[[], None]) -> Ending:
 
 
 def _take_step(run: Run, micro_batches: list[Batch], step: int, num_targets: int) -> "_QueuedStep":
-    """Queue one step. A rank's loss is its sum divided by the targets of all ranks, so any split gives the same."""
+    """Queue one step. The loss sum is divided by the targets of all ranks, so any split of the batch gives the same."""
     rate = learning_rate(run.settings, step, run.num_steps)
     set_learning_rate(run.optimizer, rate)
     # Dropout depends on the step and the rank only, so a resumed run repeats it.
     torch.manual_seed(key(f"dropout of step {step} on rank {run.rank}", run.settings.seed))
-    # The engine takes the mean over ranks.
+    # The engine averages gradients over ranks; the factor num_ranks makes this a sum.
     scale = run.batching.num_ranks / max(num_targets, 1)
     total = torch.zeros((), device=run.device)
     for index, batch in enumerate(micro_batches):
@@ -103,7 +103,7 @@ def _take_step(run: Run, micro_batches: list[Batch], step: int, num_targets: int
 
 @dataclass(frozen=True, slots=True)
 class _QueuedStep:
-    """A step whose numbers are on their way to the host: this rank's loss sum, and the norm if it was taken."""
+    """A step whose numbers are being copied to the host: this rank's loss sum, and the gradient norm if computed."""
 
     step: int
     num_targets: int
@@ -112,19 +112,19 @@ class _QueuedStep:
 
 
 @dataclass(frozen=True, slots=True)
-class _Agreed:
+class _Agreed:  # result of an exchange, the same on all ranks
     num_targets: int  # of the coming step
     stop: int | None  # the requested exit code
     save: bool
 
 
 class _HostExchange:
-    """One small vector per step, summed over the hosts of all ranks while the devices compute.
+    """One small vector per step, summed over all ranks in host memory while the devices compute.
 
     An exchange starts after a step was queued and finishes before the next one is, so no device waits for it. It brings
     the number of targets of the coming step, the requests to save or to stop that any rank has received, and the loss
     of an earlier step, which is then recorded. All ranks read the same sums at the same place of the loop, so they
-    decide alike.
+    make the same decisions.
     """
 
     def __init__(self, channel: Channel, requests: Requests, records: StepRecords) -> None:

@@ -14,9 +14,9 @@ INTERFACE = "lo" if sys.platform == "linux" else "lo0"
 
 
 def store_at(address: str, port: int = 0) -> TCPStore:
-    """A store of this process that listens at one address only. OSError: the address is not this machine's, or taken.
+    """Return a store of this process that listens at one address only. OSError: the address is foreign or in use.
 
-    Port 0 means any free port. The store ends with the object.
+    Port 0 means any free port. The store closes when the object is deleted.
     """
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with socket.create_server((address, port), family=family, backlog=4096) as listener:
@@ -26,14 +26,14 @@ def store_at(address: str, port: int = 0) -> TCPStore:
 
 
 def rank_variables(store: TCPStore, given: Mapping[str, str]) -> dict[str, str]:
-    """Environment variables of ranks that join at this store and whose communicators use the loopback interface.
+    """Return environment variables for ranks: they meet at this store, and communicate over the loopback interface.
 
     An interface that the user has named in `given` takes precedence.
     """
     return {
         "MASTER_ADDR": store.host,
         "MASTER_PORT": str(store.port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",  # rank 0 makes none
+        "TORCHELASTIC_USE_AGENT_STORE": "True",  # so rank 0 starts no store of its own
         **interfaces(given),
     }
 

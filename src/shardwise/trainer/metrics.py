@@ -3,8 +3,8 @@ on request. Divergence is recognised here too.
 
 A row is a flat mapping from names to numbers, with its step. It covers the steps since the row before it: its loss is
 the mean over all their targets. Every rank keeps the same records from the same numbers; only one rank writes them. A
-resumed run first sets aside the rows after its checkpoint, so that each step is there once. A terminal shows a live
-block, which a thread draws four times a second, whatever the pace of the steps; a log gets a plain line for every row.
+resumed run first moves the rows after its checkpoint to another file, so that each step appears once. A terminal shows
+a live block, which a thread draws four times a second, even if steps are slow; a log gets a plain line for every row.
 """
 
 import json
@@ -34,7 +34,7 @@ Row = Mapping[str, float | int | None]
 NUM_LAST = 50  # steps that the report of a divergence shows
 WINDOW = 10  # losses in the mean that is checked for divergence: single batches may be far off
 MIN_RISE = 0.5  # nats: a loss near zero may rise to many times its lowest value in a healthy run
-MAX_SKIPPED = 50  # overflowed steps in a row
+MAX_SKIPPED = 50  # overflowed steps in a row that are accepted with loss scaling
 
 REFRESHES_PER_S = 4
 BAR_WIDTH = 30
@@ -71,7 +71,7 @@ class StepResult:
 
 @dataclass(slots=True)
 class Divergence:
-    """Checks the losses of all steps. The mean of the last ones may be `ratio` times its lowest value; 0: no check."""
+    """Checks the losses of all steps. Their moving mean may be up to `ratio` times its lowest value; 0: no check."""
 
     ratio: float
     losses: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
@@ -79,9 +79,9 @@ class Divergence:
     num_skipped: int = 0
 
     def complaint(self, step: int, loss: float, norm: float | None, may_overflow: bool) -> str:
-        """Return how the training diverged at this step, or an empty text.
+        """Return how the training diverged at this step, or an empty string.
 
-        With loss scaling (`may_overflow`), a norm that is not finite is a skipped step; too many in a row are not.
+        With loss scaling (`may_overflow`), a norm that is not finite is a skipped step; MAX_SKIPPED in a row are fine.
         """
         if not self.ratio:
             return ""
@@ -101,7 +101,7 @@ class Divergence:
 
 
 @dataclass(slots=True)
-class StepRecords:
+class StepRecords:  # collects the results of steps, measures the speed, and writes rows
     tokens_per_step: int
     num_steps: int
     logging_steps: int
@@ -111,21 +111,21 @@ class StepRecords:
     may_overflow: bool
     memory_row: Callable[[], Row]  # further numbers of a row
     write: Callable[[Row], None]
-    # Steps and tokens when this start of the run began.
+    # Steps and tokens before this start of the run; a resumed run has several starts.
     first_step: int = 0
     first_tokens: int = 0
-    # Sums since the last row. Checkpoints have them too, so that a resumed run writes the same rows.
+    # Sums since the last row. They are saved in checkpoints, so that a resumed run writes the same rows.
     loss_sum: float = 0.0
     num_targets: int = 0
     first_loss: float = math.nan
     last_loss: float = math.nan
     complaint: str = ""
     last: deque[StepResult] = field(default_factory=lambda: deque(maxlen=NUM_LAST))
-    seconds: float = 0.0  # duration of training only, without the first row
+    seconds: float = 0.0  # of training, without saves, evaluations and the first row
     num_timed: int = 0
     _since: float = field(default_factory=time.perf_counter)
     _row_seconds: float = 0.0
-    # Steps queued since the last row, for the speed: the numbers of steps arrive late, and several at once at the end.
+    # Steps queued since the last row, for the speed. Results cannot be counted: they arrive late, several at the end.
     num_queued: int = 0
     _has_rows: bool = False
 
@@ -183,7 +183,7 @@ class StepRecords:
         return None if self.peak_flops is None else tokens_per_s * self.flops_per_token / self.peak_flops
 
     def pause(self) -> None:
-        """Stop the clock of training, for a save or an evaluation."""
+        """Add the time since the last call to the training time. `go_on` then leaves out a save or an evaluation."""
         now = time.perf_counter()
         self._row_seconds += now - self._since
         self._since = now
@@ -192,7 +192,7 @@ class StepRecords:
         self._since = time.perf_counter()
 
     def to_extra(self) -> dict[str, Any]:
-        """Return the part of the records that a checkpoint saves. JSON has no infinity."""
+        """Return the part of the records that a checkpoint saves. Infinity becomes None, for JSON."""
         lowest = None if math.isinf(self.divergence.lowest) else self.divergence.lowest
         sums = {"loss_sum": self.loss_sum, "num_targets": self.num_targets, "first_loss": self.first_loss}
         return {**sums, "lowest": lowest, "losses": list(self.divergence.losses)}
@@ -208,7 +208,7 @@ class StepRecords:
 def memory_row(memory: Memory, planned_peak: int | None = None) -> dict[str, int]:
     """Return bytes by class as keys of a row: memory_params, ..., memory_now, memory_peak, memory_host, memory_disk.
 
-    `memory_planned` is the planned peak, or that of the state alone if no peak is known. On a CPU, `memory_now` and
+    `memory_planned` is the planned peak, or the planned state alone if no peak is known. On a CPU, `memory_now` and
     `memory_peak` are those of the whole process.
     """
     names = ["peak_grads", "peak_buffers", "peak_activations", "now", "peak", "reserved"]
@@ -221,11 +221,11 @@ def memory_row(memory: Memory, planned_peak: int | None = None) -> dict[str, int
 
 
 def json_number(value: float | int | None) -> float | int | None:
-    """JSON has neither NaN nor infinity: they become None."""
+    """Return the number, or None for NaN and infinity, which JSON does not have."""
     return None if value is None or not math.isfinite(value) else value
 
 
-class Metrics:
+class Metrics:  # writes rows to the file and to trackers, on one rank only
     def __init__(self, folder: Path, report_to: Sequence[str], config: Mapping[str, Any], is_writer: bool) -> None:
         self._file = folder / METRICS if is_writer else None
         self._reporters = [_REPORTERS[word](folder, config) for word in report_to if is_writer]
@@ -311,7 +311,7 @@ class _WandB:
             )
         except wandb.errors.Error as error:
             raise ConfigurationError(f"report_to: wandb does not start: {error}; or set WANDB_MODE=offline") from error
-        # Steps of our own: after a resume they begin again at an earlier one, which its counter refuses.
+        # Use our own steps: after a resume they go back to an earlier one, which wandb's counter refuses.
         self._run.define_metric("*", step_metric="step")
 
     def log(self, row: Row) -> None:
@@ -328,7 +328,7 @@ _REPORTERS: dict[str, type[_TensorBoard | _WandB]] = {"tensorboard": _TensorBoar
 
 
 class Progress:
-    """A context manager. `is_terminal` None: detect it. Only a rank with `is_shown` prints."""
+    """Shows rows as a live block or as lines. A context manager. `is_terminal` None: detect it."""
 
     def __init__(
         self, total_steps: int, first_step: int = 0, is_terminal: bool | None = None, is_shown: bool = True
@@ -337,7 +337,7 @@ class Progress:
         self._step = first_step
         self._is_shown = is_shown
         self._row: dict[str, float | int] = {}
-        # Time and number of the first step of this start, which takes longer than the others.
+        # Time and number of the first step of this start. It takes longer, so `_time_left` leaves it out.
         self._clock: tuple[float, int] | None = None
         self._live: Live | None = None
         self._console = Console(highlight=False, force_terminal=is_terminal)
@@ -354,7 +354,7 @@ class Progress:
             self._live.stop()
 
     def advance(self, step: int) -> None:
-        """Note that `step` steps are done; their numbers may arrive much later."""
+        """Note that `step` steps are queued; their results may arrive much later."""
         self._step = step
         if self._clock is None:
             self._clock = (time.monotonic(), step)
@@ -367,7 +367,7 @@ class Progress:
         if self._live is None:
             words = _words(known, _TRAINING) + _words(known, _EVALUATION)
             if "loss" in known:
-                # Of the memory only the peak, so that all fits on one line.
+                # Show only the peak of the memory, so that all fits on one line.
                 words += _memory_words(known, ["peak"]) + self._time_left()
             self.say("  ".join([self._line_start(int(known["step"])), *words]))
 
@@ -376,7 +376,7 @@ class Progress:
         if not self._is_shown:
             return
         text = printable_lines(text)  # it may contain names from a checkpoint
-        # A terminal or a log that knows only ASCII must not end a run.
+        # A character that the terminal or log cannot encode must not end a run.
         text = text.encode(self._console.encoding, "replace").decode(self._console.encoding)
         if self._live is not None:
             self._console.print(text, markup=False, soft_wrap=True)

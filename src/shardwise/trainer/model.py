@@ -35,10 +35,10 @@ class Embedding(nn.Embedding):
 
 
 class Head(Linear):
-    """The output projection, and the loss if targets are given: in one module, because only here is the weight."""
+    """The output projection, and the loss if targets are given: in one module, as the weight is gathered only here."""
 
     def forward(self, x: Tensor, targets: Tensor | None = None, reduction: Reduction = "mean") -> Tensor:
-        """Return logits (batch, seq, vocab), or the cross-entropy in fp32, which never holds all logits."""
+        """Return logits (batch, seq, vocab), or the cross-entropy in fp32, computed without holding all logits."""
         if targets is None:
             return F.linear(x, self.weight)
         return chunked_cross_entropy(x, self.weight, targets, reduction=reduction)
@@ -59,7 +59,7 @@ class Attention(nn.Module):
         value = self._heads(self.value(x))
         num_groups = query.shape[1] // key.shape[1]
         if mask is not None and num_groups > 1:
-            # With a mask, no kernel of a GPU but the one that writes out all scores shares keys among heads.
+            # With a mask, the only GPU kernel for grouped queries stores all scores. Repeat the keys instead.
             key, value = (part.repeat_interleave(num_groups, dim=1) for part in (key, value))
         mixed = F.scaled_dot_product_attention(
             query, key, value, mask, is_causal=mask is None, enable_gqa=query.shape[1] != key.shape[1]
@@ -131,7 +131,7 @@ class Transformer(nn.Module):
 
 
 def rotary_at(positions: Tensor, head_dim: int) -> Tensor:
-    """Return cosine and sine of position x frequency, (2, ..., dim / 2); in fp32, as bf16 merges late positions."""
+    """Return cosine and sine of position x frequency, (2, ..., dim / 2); in fp32: bf16 rounds late positions."""
     pairs = torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float32)
     frequencies = 10000.0 ** (-pairs / head_dim)
     angles = positions.float()[..., None] * frequencies
@@ -146,7 +146,7 @@ def document_mask(positions: Tensor) -> Tensor:
 
 
 def rotate(x: Tensor, rotary: Tensor) -> Tensor:
-    """Turn each pair (i, i + dim / 2) of a head by its angle, in fp32, and return x's dtype."""
+    """Rotate each pair (i, i + dim / 2) of a head by its angle. Computed in fp32, returned in x's dtype."""
     first, second = x.float().chunk(2, dim=-1)
     cos, sin = rotary
     turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)

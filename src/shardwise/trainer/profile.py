@@ -22,7 +22,7 @@ def traced_steps(
     """Trace what runs in the context. Yield a function that has to be called at the end of each step.
 
     `settle` must wait for every collective in flight: torch's profiler crashes on a gloo operation that begins while it
-    runs and ends when it does not. `drain` must wait for the host's updates. It is called only before the first and
+    runs and ends when it does not. `drain` must wait for updates on the host. It is called only before the first and
     after the last step: between them updates overlap with the next forward, as they do without the profiler.
     """
     profiler = profile(
@@ -47,7 +47,7 @@ def traced_steps(
             profiler.stop()
 
     profiler.start()
-    # After an error collectives may never end: waiting would hide it, and stopping now could crash.
+    # No `finally`: after an error, collectives may never end. Waiting would hide the error, and stopping could crash.
     yield step
     if num_left:
         settle()

@@ -1,10 +1,10 @@
-"""One rank's life: set up, train, and report how it ended. Whatever can be refused is refused before the loop.
+"""One rank's life: set up, train, and report how it ended. All checks are made before the loop.
 
-If one rank refuses, all ranks refuse with its message, because the others would wait for it. A run that diverges leaves
-a folder `diverged/` in the run folder:
+If a check fails on one rank, all ranks raise its error, because the others would wait for it. A run that diverges
+leaves a folder `diverged/` in the run folder:
 
-report.json        the complaint, the last steps, the samples of the last one, parameters that are not finite
-checkpoint/        weights and optimizer as they are now; earlier checkpoints are left alone
+report.json        how it diverged, the last steps, the samples of the last step, parameters that are not finite
+checkpoint/        weights and optimizer after the last step; earlier checkpoints are not changed
 """
 
 import json
@@ -62,21 +62,21 @@ from .run_summary import banner, device_name, summary
 from .settings import Settings, settings_from_json, units_asked
 from .signals import Requests, has_launcher
 
-TOKENISING_S = 24 * 3600  # the other ranks wait for the one that tokenises
+TOKENISING_S = 24 * 3600  # maximum time that ranks wait for the rank that tokenises
 Say = Callable[[str], None]
 _SILENT: Say = lambda _: None  # noqa: E731
 
 
 def run_rank(text: str) -> int:
-    """Return the exit code of a rank. A crash is raised, so that a launcher may start the rank again."""
+    """Train as one rank and return the exit code. A crash raises, so that a launcher can start the rank again."""
     was_joined = mesh.is_joined()
     try:
         return _run(settings_from_json(text))
     except ShardwiseError as error:
         if error.exit_code == ShardwiseError.exit_code:
             raise
-        # Every rank has the same message; under our launcher all but the first write it into their logs. Before the
-        # ranks have met, it may be the message of one rank alone, and so may a lack of memory.
+        # Usually every rank has the same error. Under our launcher all print it, and all but rank 0 print into logs.
+        # An error before the ranks have joined, or a lack of memory, may be that of one rank, which must print it.
         is_alone = not mesh.is_joined() or isinstance(error, OutOfMemoryHereError)
         if has_launcher() or mesh.is_first() or is_alone:
             print(f"shardwise: {error}", file=sys.stderr, flush=True)
@@ -153,7 +153,7 @@ def _write_divergence(run: Run, ending: Ending) -> Path:
 
 
 def set_up(settings: Settings, context: FailureContext) -> Run:
-    """Make the run of this rank; `context` collects facts for the report if memory is not enough.
+    """Make the run of this rank; `context` collects facts for an out-of-memory report.
 
     1. The ranks choose the run folder, and check the settings against the model, the tokenizer and the data.
     2. The model is built on the meta device, sharded, and filled: with random weights, saved ones, or a checkpoint.
@@ -162,7 +162,7 @@ def set_up(settings: Settings, context: FailureContext) -> Run:
     world = mesh.everyone()
     rank, num_ranks, device = world.index, world.num_ranks, mesh.device()
     say: Say = partial(print, flush=True) if rank == 0 else _SILENT
-    # Rank 0 chooses, because a folder's name may contain the time. Machines that joined late count fewer restarts.
+    # Rank 0 chooses, because a folder's name may contain the time. A machine that joined late counts fewer restarts.
     num_restarts = max(exchange(world, mesh.restarts()))
     given = settings
     chosen = all_or_none(world, lambda: _chosen(given, num_restarts) if rank == 0 else given)
@@ -256,7 +256,7 @@ def _data(settings: Settings, checked: Checked, say: Say) -> tuple[Prepared, Sam
     samples, eval_samples = all_or_none(
         patient, lambda: open_samples(settings, tokenizer, prepared, checked.seq_length, say)
     )
-    if not has_launcher():  # it has checked this
+    if not has_launcher():  # the launcher has checked this
         all_or_none(patient, lambda: require_targets(samples, say))
     return prepared, samples, eval_samples
 
@@ -335,7 +335,7 @@ def _num_steps(settings: Settings, checked: Checked, num_samples: int, resumed: 
 def _records(run: Run) -> StepRecords:
     settings, precision, batching = run.settings, engine_of(run.model).precision, run.batching
     peak = peak_flops(device_name(run.device), precision.products)
-    # Padding is not counted.
+    # Tokens are counted without padding.
     has_padding = run.samples.windows.has_padding
     tokens_per_sample = run.samples.tokens_per_sample if has_padding else run.checked.seq_length
     return StepRecords(

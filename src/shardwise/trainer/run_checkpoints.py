@@ -3,9 +3,9 @@
 A save in the background begins with a copy in host memory. State that is offloaded to disk is not copied, because host
 memory is too small for it; state that is offloaded to host memory is copied if the copy fits there.
 
-A run resumes from the newest good checkpoint. An incomplete or damaged one is reported, and every rank takes the next
-older one; a load that broke off is overwritten by the next. A checkpoint that was named is not replaced by another, and
-if none is good the run does not start from scratch.
+A run resumes from the newest usable checkpoint. An incomplete or damaged one is reported, and every rank loads the next
+older one, which overwrites what a failed load has changed. If the user names a checkpoint, no other one is tried. If
+none is usable, the run ends with an error; it does not start from scratch.
 """
 
 import os
@@ -67,9 +67,9 @@ def saves_of(engine: Engine, num_moments: float, in_background: bool, free_host_
 
 
 def require_room(folder: Path, saves: Saves, num_steps: range, settings: Settings, say: Callable[[str], None]) -> None:
-    """Refuse a disk without room for one checkpoint; warn if all that will exist at once do not fit.
+    """Refuse a disk without room for one checkpoint; warn if those that will exist at once do not fit.
 
-    An older checkpoint is removed when the new one is complete. Remains of a dead save are removed before the first.
+    An older checkpoint is removed when the new one is complete. Files of an interrupted save count as free space.
     """
     root = folder / CHECKPOINTS
     free = free_bytes_on(folder) + sum(file.stat().st_size for file in root.glob("*.partial/*"))
@@ -90,10 +90,10 @@ def require_room(folder: Path, saves: Saves, num_steps: range, settings: Setting
 
 
 def expected_save_s(folder: Path, saves: Saves, engine: Engine) -> float | None:
-    """Predict the time of one save. Offloaded state is read from disk as well, as slowly as it is written."""
+    """Predict the time of one save. State on disk must also be read; reading is assumed to be as slow as writing."""
     try:
         seconds = saves.num_bytes * _seconds_per_byte(folder)
-        if engine.host.disk is not None:  # every machine has one of its own for its ranks
+        if engine.host.disk is not None:  # each machine has its own disk, which its ranks share
             read_bytes = engine.host.size.disk * engine.mesh.node_size
             seconds += read_bytes * _seconds_per_byte(engine.host.disk.folder)
     except OSError:  # a full disk is an error only when a save fails
@@ -111,19 +111,19 @@ def _seconds_per_byte(folder: Path) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Resumed:
-    """Where a run resumes, or its beginning. `data` is None if the data of the checkpoint is unknown."""
+    """The point where a run continues; by default its start. `data` is None if the checkpoint's data is unknown."""
 
     checkpoint: str | None = None
     step: int = 0
     num_samples_seen: int = 0
     global_batch_size: int | None = None
     data: Any = None
-    book: dict[str, Any] = field(default_factory=dict)  # the records of its steps
+    book: dict[str, Any] = field(default_factory=dict)  # saved values of `StepRecords`
     learning_rate: float | None = None  # of the last step; None: unknown
 
 
 def resume(candidates: Sequence[str], model: nn.Module, optimizer: Any, say: Callable[[str], None]) -> Resumed:
-    """Load the first good checkpoint of these. All ranks call it."""
+    """Load the first usable checkpoint of `candidates`. All ranks call it."""
     skipped = []
     for path in candidates:
         try:
@@ -141,14 +141,14 @@ def resume(candidates: Sequence[str], model: nn.Module, optimizer: Any, say: Cal
 
 
 def _load(path: str, model: nn.Module, optimizer: Any, is_of_run: bool, say: Callable[[str], None]) -> dict[str, Any]:
-    """Load weights and optimizer state, with this run's hyper-parameters and this run's precision of the masters."""
+    """Load weights and optimizer state, but keep the hyper-parameters and the dtype of the masters of this run."""
     mesh = engine_of(model).mesh
 
     def describe() -> tuple[bool, list[str]]:
-        """Return whether the checkpoint has optimizer state, and the tensors that this run's masters round."""
+        """Return whether the checkpoint has optimizer state, and the tensors that are rounded to this run's masters."""
         place = Path(path).resolve()
         if is_of_run:
-            read_index(place)  # a folder of this run that is no checkpoint of ours is damaged, not another format
+            read_index(place)  # without our index, a folder of this run is damaged, not in another format
         index = open_checkpoint(place).index
         return index.optimizer is not None, rounded(engine_of(model), index)
 

@@ -1,8 +1,8 @@
 """The plan of a run: the module is probed before it is sharded, and its cost is that of the engine's own schedule.
 
-`plan.json` in the run folder has the strategy that runs first; with `auto`, all others that were considered follow.
-`traffic.json` compares the traffic of a step with the plan. A plan never ends a run: a model that cannot be probed is
-planned without its activations, and the plan says so.
+`plan.json` in the run folder lists the strategy that is used, and then, with `auto`, all others that were considered.
+`traffic.json` compares the traffic of a step with the plan. Planning never fails a run: if a model cannot be probed,
+the plan has no activations and says so.
 """
 
 import json
@@ -45,7 +45,7 @@ from .settings import Batching, Settings, units_asked
 
 @dataclass(frozen=True, slots=True)
 class RunPlan:
-    """The plan of a run. `entry`: the strategy that runs; `assess`: for others; `note`: why activations are unknown."""
+    """The plan of a run. `entry`: the strategy in use; `assess` plans others; `note`: why activations are unknown."""
 
     entry: Assessment
     assess: Assessor
@@ -85,7 +85,7 @@ class Draft:
 def draft(
     built: Built, settings: Settings, batching: Batching, seq: int, optimizer: Any, machine: Machine | None
 ) -> Draft:
-    """Draft the plan of a model that is neither sharded nor checkpointed nor compiled yet."""
+    """Collect the inputs of a plan before the model is sharded, compiled, or set to activation checkpointing."""
     training = Training(
         seq=seq,
         micro_batch=batching.micro_size,
@@ -112,14 +112,14 @@ def _works_or_note(built: Built, settings: Settings, training: Training, names: 
         if not left_out:
             return works, ""
         reason = f"{left_out[0]} was not run"
-    except Exception as error:  # noqa: BLE001  any model's own code runs there
+    except Exception as error:  # noqa: BLE001  the probe runs the model's own code
         reason = f"{type(error).__name__}: {error}".strip().partition("\n")[0]
     nothing = {name: Work(0, 0, 0, 0) for name in names}
     return lambda _: nothing, f"no plan of activations: where the model was tried out, {reason[:200]}"
 
 
 def _works_of(built: Built, settings: Settings) -> Works:
-    """Work by unit. Compiled blocks cannot be probed: in-tree ones have known work, others count as not compiled."""
+    """Return the work by unit. Compiled blocks cannot be probed: in-tree work is known, others count as uncompiled."""
     model = built.model
     if settings.compile and isinstance(model, Transformer):
         shape = model.shape
@@ -139,7 +139,7 @@ def _works_of(built: Built, settings: Settings) -> Works:
 
 
 def plan_before(draft: Draft) -> RunPlan | None:
-    """Plan a strategy that was named, before the model is sharded."""
+    """Plan the strategy that the user named, before the model is sharded. With `auto` there is none: None."""
     if draft.machine is None:
         return None
     assess = Assessor(draft.subject, draft.machine, clips=draft.clips)
@@ -178,7 +178,7 @@ _UNKNOWN_TIMES = ("step_seconds", "compute_seconds", "tokens_per_second_per_gpu"
 
 
 def write_plan(folder: Path, planned: RunPlan, first_step: int) -> None:
-    """Write the plan. `starts`: strategies and rank counts with the first step of each; the last is this plan's."""
+    """Write the plan. `starts` has each strategy and rank count so far, with its first step; the last is this one."""
     entry, assess = planned.entry, planned.assess
     why, training = planned.why or "it was asked for", entry.training
     found, choice = (entry, *planned.others), ((training,),)
@@ -200,7 +200,7 @@ def write_plan(folder: Path, planned: RunPlan, first_step: int) -> None:
 
 
 def _starts(file: Path) -> list[dict[str, Any]]:
-    """Read the starts in the plan of an earlier start; plans of older versions have none."""
+    """Read `starts` from the plan that is there; plans of older versions have none."""
     try:
         found: list[dict[str, Any]] = json.loads(file.read_text())["starts"]
         return [start for start in found if isinstance(start["first_step"], int)]
@@ -209,7 +209,7 @@ def _starts(file: Path) -> list[dict[str, Any]]:
 
 
 def write_traffic(folder: Path, model: nn.Module, run_plan: RunPlan) -> None:
-    """Write the traffic of the last step, a typical one: between ranks, and between a rank's memories."""
+    """Write the traffic of the last step, measured and planned: between ranks, and between a rank's memories."""
     engine, entry = engine_of(model), run_plan.entry
     events = step_events(engine.schedule, entry.training.num_micro_batches, clips=entry.clips)
     planned, seen = add_up(call for event in events for call in event.calls), traffic(model)

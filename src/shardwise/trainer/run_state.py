@@ -32,7 +32,7 @@ from .settings import Batching, Settings
 from .signals import Requests
 
 DEFAULT_PROMPT = "The "
-NUM_STEADY = 2  # steps after which the traffic of a step is that of every further one
+NUM_STEADY = 2  # consecutive steps after which the traffic of a step is typical
 RNG_POLICY = (
     "nothing is kept between steps: dropout of a step is seeded from the seed, the step and the rank, the order of "
     "samples from the seed and their number, weights from the seed and their names"
@@ -52,11 +52,11 @@ class Run:
     eval_samples: Samples | None
     rank: int
     device: torch.device
-    hosts: Channel
+    hosts: Channel  # joins all ranks in host memory
     num_steps: int
-    # Units are updated inside the backward, before the norm of all gradients could be known.
+    # Units are updated inside the backward, before the norm of all gradients is known.
     updates_early: bool
-    # Steps done, and samples of the endless order used, when this start of the run began.
+    # Steps done, and samples used, before this start of the run; a resumed run has several starts.
     first_step: int
     first_sample: int
     planned: RunPlan
@@ -67,13 +67,13 @@ class Run:
     progress: Progress
     requests: Requests
     records: StepRecords = field(init=False)
-    saved_step: int | None = None  # set as soon as its save begins
-    saving: Saving | None = None  # the save in the background, of that step
+    saved_step: int | None = None  # the step of the newest save; set as soon as the save begins
+    saving: Saving | None = None  # the background save of `saved_step`
     removing: threading.Thread | None = None  # removes older checkpoints
     eval_loss: float | None = None
     generated: str = ""
     exported: str = ""
-    peak_memory: Memory | None = None  # class by class, over the rows written
+    peak_memory: Memory | None = None  # maximum of each class over all rows
     step: int = 0  # number of steps done
     activity: str = ""  # the current work between steps
     num_steady: int = 0  # consecutive steps with an update and nothing in between
@@ -115,9 +115,9 @@ class Run:
 
     @torch.no_grad()
     def evaluate(self, step: int) -> None:
-        """Write the mean loss over the targets of the evaluation samples, whatever the number of ranks.
+        """Write the mean loss over the targets of the evaluation samples. It does not depend on the number of ranks.
 
-        All ranks call the model equally often; repeated samples at the end have no targets.
+        All ranks call the model equally often: at the end, some repeat a sample without its targets.
         """
         if self.eval_samples is None:
             return
@@ -156,13 +156,13 @@ class Run:
         self.activity = ""
 
     def show(self, step: int) -> None:
-        """Show that `step` steps are done. Each rank reports its background save as soon as it is complete."""
+        """Show that `step` steps are done. Report the background save if it is complete."""
         self.progress.advance(step)
         self.step = step
         num_updates = engine_of(self.model).gathers.num_updates
         self.num_steady = self.num_steady + 1 if num_updates == self.num_updates + 1 else 0
         self.num_updates = num_updates
-        # Once: the traffic of a step that follows another step directly, as all later ones do.
+        # Written once, for a step that follows another step directly, as most steps do.
         if self.num_steady == NUM_STEADY and self.is_first:
             write_traffic(self.folder, self.model, self.planned)
         if self.saving is not None and self.saving.is_complete:
@@ -228,7 +228,7 @@ class Run:
 
 
 def data_identity(settings: Settings, prepared: Prepared, checked: Checked) -> dict[str, Any]:
-    """Identify the samples and their order. A resumed run with the same identity continues in them."""
+    """Identify the samples and their order. A resumed run with the same identity continues where it stopped."""
     is_whole = settings.packing == "packed" and prepared.train.facts["is_rows"]
     return {
         "digest": prepared.train.digest,

@@ -96,7 +96,7 @@ def _device_memory(run: Run, held: Memory) -> str:
 def _host_memory(run: Run, engine: Engine, held: Memory) -> str:
     words = []
     if held.planned_host:
-        # On a CPU, the device is the host.
+        # On a CPU the device is the host, and nothing is pinned.
         pinned = ", pinned" if engine.host.arena.is_pinned else ", not pinned"
         pinned = pinned if run.device.type == "cuda" else ""
         words.append(f"{size(held.planned_host)} a rank{pinned}, of {size(run.free_host_bytes)} free")
@@ -152,7 +152,7 @@ def _losses(run: Run) -> str:
     if not math.isnan(first) and not math.isnan(last):
         words.append(f"{first:.4f} -> {last:.4f}")
     if run.eval_loss is not None:
-        # The perplexity of a larger loss means nothing, and may not fit into a float.
+        # For a larger loss, the perplexity is meaningless and may not fit into a float.
         perplexity = f" (perplexity {math.exp(run.eval_loss):.2f})" if run.eval_loss < 50 else ""
         words.append(f"evaluation {run.eval_loss:.4f}{perplexity}")
     if words and run.is_first:

@@ -59,5 +59,5 @@ def _preset(name: str) -> Preset:
 
 
 SHAPE_KEYS = tuple(entry.name for entry in fields(TransformerShape))
-# The planner has the sizes of the same shapes.
+# The sizes come from the planner.
 PRESETS = {name: _preset(name) for name in IN_TREE}

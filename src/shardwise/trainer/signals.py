@@ -1,14 +1,14 @@
 """Requests to a rank between two steps: to stop, or to save.
 
-SIGTERM, SIGUSR1 and SIGHUP ask to stop with exit code 143. The files SAVE and STOP in the run folder are for people:
+SIGTERM, SIGUSR1 and SIGHUP ask to stop with exit code 143. A user can create a file SAVE or STOP in the run folder;
 STOP is like Ctrl-C, exit code 130. A signal only sets a flag. The loop reads it on every rank at the end of a step, and
 a request to any rank is a request to all of them.
 
 Ctrl-C reaches every process of a terminal. A rank under `launch` ignores it: the launcher counts how often it came, and
-asks its ranks with SIGUSR2. A rank under torchrun or srun has no such launcher, and counts for itself.
+sends SIGUSR2 to its ranks. A rank under torchrun or srun has no such launcher, and counts by itself.
 
-A terminal may go away. SIGHUP reports that late, and only to the leader of its session; so a rank notices by itself,
-when it writes, and from then on discards its output.
+A terminal may be closed. SIGHUP reports that late, and only to the leader of the session. So a rank notices it by a
+write that fails, and from then on discards its output.
 """
 
 import errno
@@ -25,12 +25,12 @@ from typing import Any, TextIO
 
 INTERRUPTED, TERMINATED = 130, 143
 
-# Signals of the launcher to a rank that has to end with this code.
+# Signals that the launcher sends to its ranks, by the exit code with which they should stop.
 REQUEST_SIGNALS = {INTERRUPTED: signal.SIGUSR2, TERMINATED: signal.SIGUSR1}
 STOP_SIGNALS = {signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP}
-# Torchrun passes on the SIGINT that its ranks have already received from the terminal.
+# SIGINTs within this time count as one: torchrun passes on the one that ranks already have from the terminal.
 ONE_CTRL_C_S = 1.0
-CHECK_FILES_S = 0.2  # the run folder may be on a network
+CHECK_FILES_S = 0.2  # interval: the run folder may be on a network
 
 
 @dataclass(slots=True)
@@ -54,21 +54,21 @@ _received = _Received()
 
 
 def listen(*, has_launcher: bool) -> None:
-    """Handle signals as requests from here on. Called in the main thread of a rank, once its streams are set."""
+    """Handle signals as requests from here on. Called in the main thread of a rank, after its output is redirected."""
     _received.has_launcher = has_launcher
     sys.stdout, sys.stderr = _surviving(sys.stdout), _surviving(sys.stderr)
     handled = {*STOP_SIGNALS, signal.SIGUSR2} if has_launcher else STOP_SIGNALS
     for number in handled:
-        if signal.getsignal(number) != signal.SIG_IGN:  # nohup
+        if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
             signal.signal(number, _received.handle)
     # Processes that this rank starts (compilers, a tracker's service) inherit that SIGINT is ignored, and survive too.
     signal.signal(signal.SIGINT, signal.SIG_IGN if has_launcher else _received.handle)
-    # The launcher has blocked them in its ranks until now, when there is a handler.
+    # The launcher has blocked these signals in its ranks until there is a handler.
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {*handled, signal.SIGINT})
 
 
 def has_launcher() -> bool:
-    """Return whether `launch` has started this rank, after all checks."""
+    """Return whether our launcher has made the checks and started this rank."""
     return _received.has_launcher
 
 
@@ -109,7 +109,7 @@ class _Terminal(io.FileIO):
 
 
 def _surviving(stream: TextIO) -> TextIO:
-    """Return the same stream, but one that survives its terminal."""
+    """Return the stream, or one for the same terminal that discards output once the terminal is gone."""
     if not stream.isatty():
         return stream
     stream.flush()

@@ -1,7 +1,7 @@
 """The samples of a run: the split into training and evaluation, their order, and batches.
 
-Samples for evaluation are the first ones of a random permutation, the others are trained on; neither list is stored.
-Everything is a function of settings and indices, so any number of ranks agree without communication.
+A seeded random permutation of all samples begins with those for evaluation; the others are for training. It is
+computed, not stored: everything is a function of settings and indices, so all ranks agree without communication.
 """
 
 import math
@@ -19,8 +19,8 @@ from .token_store import Store
 from .tokenizer import Tokenizer
 from .windows import NOT_TRAINED, Windows, make_windows
 
-_ENTROPY_TOKENS = 2**22  # more would change only the fourth digit
-_STRETCH = 2**14
+_ENTROPY_TOKENS = 2**22  # tokens to count; more would change only the fourth digit of the entropy
+_STRETCH = 2**14  # consecutive tokens that are read at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class Samples:
-    """The windows at positions `first` to `first + num_samples` of the split."""
+    """Samples for training or evaluation: the windows at positions `first` to `first + num_samples` of the split."""
 
     windows: Windows
     seed: int
@@ -67,7 +67,7 @@ class Samples:
         return self.num_tokens / self.num_samples
 
     def order(self, first: int, count: int) -> list[int]:
-        """The samples at positions `first` to `first + count` of the order, epoch after epoch."""
+        """Return the samples at positions `first` to `first + count` of the random order. Epochs follow each other."""
         return list(order.endless(self.seed, first, count, self.num_samples))
 
     def batch(self, indices: Sequence[int]) -> Batch:
@@ -139,7 +139,7 @@ def _split(windows: Windows, seed: int, position: int) -> int:
 
 
 def unigram_entropy(samples: Samples) -> float:
-    """The entropy of single tokens in nats. A model with a lower loss makes use of the context.
+    """Return the entropy of the token frequencies, in nats. A model with a lower loss makes use of the context.
 
     Computed from all tokens that are trained on, or from evenly spread stretches of large data.
     """

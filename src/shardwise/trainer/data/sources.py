@@ -17,7 +17,7 @@ from typing import Any
 from ...base.errors import ConfigurationError, import_library
 
 SUFFIXES = {".txt": "text", ".md": "text", ".jsonl": "rows", ".bin": "tokens"}
-PIECE_BYTES = 2**16  # small enough for many per batch, which cores share
+PIECE_BYTES = 2**16  # small, so that a batch has many pieces for the cores to share
 MAX_ROW_BYTES = 64 * 2**20  # a longer line means that the file is of another kind
 
 
@@ -26,8 +26,8 @@ class Document:
     """A document, or a piece of one; or a row that cannot be used, because of a problem."""
 
     where: str
-    texts: tuple[tuple[str, bool], ...] = ()  # each with whether it is trained on
-    messages: Sequence[Mapping[str, Any]] = ()  # of a chat, which has no texts: with role and content, and an answer
+    texts: tuple[tuple[str, bool], ...] = ()  # (text, whether it is trained on)
+    messages: Sequence[Mapping[str, Any]] = ()  # of a chat (then no texts): role and content; some are answers
     is_last: bool = True  # False: more pieces of the document follow
     problem: str = ""
 
@@ -47,7 +47,7 @@ def read(path: Path) -> Iterator[Document]:
 
 
 def read_text(path: Path, piece_bytes: int = PIECE_BYTES) -> Iterator[Document]:
-    """Read a file in pieces that split neither words nor runs of blanks. An empty file has no pieces."""
+    """Read a file in pieces, cut neither inside a word nor inside whitespace. An empty file has no pieces."""
     rest = ""
     with path.open("rb") as file:
         try:
@@ -108,7 +108,7 @@ def from_row(row: Any, where: str) -> Document:
     try:
         document = Document(where, *_content(row))
         "".join(document.all_texts).encode()
-    except UnicodeEncodeError:  # JSON can express it, but no tokenizer accepts it
+    except UnicodeEncodeError:  # JSON can express a lone surrogate, but no tokenizer accepts it
         return Document(where, problem="half a surrogate pair, which is not a character")
     except ValueError as error:
         return Document(where, problem=str(error))
@@ -116,7 +116,7 @@ def from_row(row: Any, where: str) -> Document:
 
 
 def _content(row: Any) -> tuple[tuple[tuple[str, bool], ...], Sequence[Mapping[str, Any]]]:
-    """The texts and the messages of a row. ValueError says why it cannot be used."""
+    """Return the texts and the messages of a row. Raise ValueError with the reason if the row cannot be used."""
     if not isinstance(row, Mapping):
         raise ValueError(f"a JSON {type(row).__name__}, but a row must be an object")
     messages = row.get("messages")
@@ -145,7 +145,7 @@ def _content(row: Any) -> tuple[tuple[tuple[str, bool], ...], Sequence[Mapping[s
 
 
 def load_dataset(name: str, split: str) -> Any:
-    """Open a folder written by `save_to_disk`, a folder of files, or an id. All are memory-mapped."""
+    """Open a folder written by `save_to_disk`, a folder of files, or a dataset by its hub id. All are memory-mapped."""
     datasets = import_library("datasets", f"dataset {name}")
     folder = Path(name).expanduser()
     try:
@@ -171,5 +171,5 @@ def read_dataset(dataset: Any, name: str) -> Iterator[Document]:
 
 
 def manual() -> list[str]:
-    """The default data, in every Python: half a million characters of its manual, by topic in order of names."""
+    """Return the default data, which every Python contains: half a million characters of its manual, by topic."""
     return [topics[name].strip() for name in sorted(topics)]

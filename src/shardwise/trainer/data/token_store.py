@@ -34,9 +34,9 @@ from ...base.files import open_regular, read_at
 
 _DTYPES = {"uint16": torch.uint16, "uint32": torch.uint32}
 _CODES: dict[str, Literal["H", "I"]] = {"uint16": "H", "uint32": "I"}
-_KEYS = ("tokens", "dtype", "num_tokens", "num_documents", "largest", "digest")  # of store.json, next to the facts
-_BLOCK, _SEARCH_BLOCK = 2**22, 2**9  # numbers to read at a time: of a whole file, and in a search
-_MAX_OPEN = 256  # token files. In a store with more of them, a file is opened for each read
+_KEYS = ("tokens", "dtype", "num_tokens", "num_documents", "largest", "digest")  # of store.json; others are `facts`
+_BLOCK, _SEARCH_BLOCK = 2**22, 2**9  # numbers to read at a time: from a whole file, and in a binary search
+_MAX_OPEN = 256  # token files; if a store has more of them, each read opens its file and closes it
 _FIX = "do not change data during a training; restore the file, and resume from the last checkpoint"
 _MIN_TO_GUESS = 64  # numbers that are needed to notice a wrong dtype
 
@@ -181,9 +181,9 @@ def adopt(folder: Path, files: Sequence[Path], dtype: str, vocab_size: int, end_
 def _write_description(
     folder: Path, values: Sequence[Any], facts: dict[str, Any], token_hashes: Sequence[str] = ()
 ) -> None:
-    """Flush the other files to disk, then write store.json. `values`: those of all `_KEYS` but the digest.
+    """Flush the other files to disk, then write store.json. `values` belong to `_KEYS`, without the digest.
 
-    The digest hashes the hashes of tokens, documents and the mask; `token_hashes`: of tokens that are in no file here.
+    The digest is a hash of the hashes of tokens, documents and mask. `token_hashes`: for tokens outside `folder`.
     """
     hashes = [*token_hashes]
     for path in (folder / "tokens.bin", folder / "documents.bin", folder / "trained.bin"):
@@ -201,8 +201,8 @@ def _write_description(
 
 @dataclass(frozen=True, slots=True)
 class Store:
-    """An open store. `facts`: the entries of store.json that have no field here; `is_rows` among them is True if some
-    documents are prompts with completions, or chats."""
+    """An open store. `facts` are the entries of store.json that have no field here. One of them, `is_rows`, is True if
+    some documents are prompts with completions, or chats."""
 
     num_tokens: int
     num_documents: int

@@ -4,9 +4,9 @@
 tokenizer, from a folder or by its id; transformers is imported only then. No special tokens are added to text; a chat
 has those of its template.
 
-A chat becomes segments of tokens, each with whether it is an answer and thus trained on. A tokenizer with a chat
-template renders the chat to text, and answers are found by rendering prefixes of the chat: the text that message i
-adds, after the generation prompt, is its answer. A tokenizer without one uses the plain template:
+A chat becomes segments of tokens. A segment is an answer, which is trained on, or not. A tokenizer with a chat template
+renders the chat to text. To find the answers, it also renders prefixes of the chat: the text that message i adds after
+the generation prompt is its answer. A tokenizer without a chat template uses the plain template:
 
     user:
     What is 2 + 2?
@@ -14,7 +14,7 @@ adds, after the generation prompt, is its answer. A tokenizer without one uses t
     assistant:
     4<end>
 
-which is the role, a colon, the content, and a blank line between two messages; an answer ends with the end token.
+This is the role, a colon, the content, and a blank line between two messages; an answer ends with the end token.
 Segments are encoded one by one, as in generation, where the prompt is encoded before there is an answer.
 """
 
@@ -34,7 +34,7 @@ Segments = list[tuple[list[int], bool]]
 Template = Callable[[Sequence[Message], bool], str]  # messages, whether to add a generation prompt -> text
 
 ANSWERING = "assistant"
-ANY_ANSWER = "answer"
+ANY_ANSWER = "answer"  # rendered to see which token a template writes after an answer
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,13 +45,13 @@ class Tokenizer:
     encode_batch: Callable[[list[str]], list[list[int]]]
     decode: Callable[[Sequence[int]], str]  # without special tokens
     template: Template | None  # None: the plain template
-    fingerprint: Callable[[], str]  # of everything that affects the tokens; takes a moment
+    fingerprint: Callable[[], str]  # hash of everything that affects the tokens; slow, so computed on demand
 
     def encode(self, text: str) -> list[int]:
         return self.encode_batch([text])[0]
 
     def render(self, messages: Sequence[Message]) -> Segments:
-        """A chat as segments of tokens, each with whether it is an answer. ConfigurationError if the template fails."""
+        """Return a chat as segments: (tokens, whether they are an answer). ConfigurationError if the template fails."""
         if self.template is not None:
             return _templated(messages, self.template, self.encode)
         segments: Segments = []
@@ -68,13 +68,13 @@ class Tokenizer:
         return [*segments, (self.encode(pending), False)] if pending.strip() else segments
 
     def question(self, prompt: str) -> tuple[str, int]:
-        """The text of a chat in which a prompt awaits its answer, and the token that ends the answer."""
+        """Return the text of a chat up to where the answer to `prompt` begins, and the token that ends the answer."""
         if self.template is None:
             return f"user:\n{prompt}\n\n{ANSWERING}:\n", self.end_id
         messages: list[Message] = [{"role": "user", "content": prompt}]
         answered = self.template([*messages, {"role": ANSWERING, "content": ANY_ANSWER}], False)
         first = self.encode(answered.rpartition(ANY_ANSWER)[2])[:1]
-        # A template may end an answer with another token than a document, but only with a special one.
+        # A template may end an answer with a token other than end_id. It counts only if special: it decodes to "".
         return self.template(messages, True), first[0] if first and not self.decode(first) else self.end_id
 
 
@@ -147,8 +147,8 @@ def _hugging_face(name: str) -> Tokenizer:
 def write_byte_tokenizer(folder: Path, max_seq: int) -> None:
     """Write the byte tokenizer as files for Hugging Face libraries.
 
-    byte_tokenizer.json is a BPE without merges. The letter for a byte is that of byte-level vocabularies: the byte
-    itself if it is printable, else one from 256 on.
+    byte_tokenizer.json is a BPE without merges. As in other byte-level vocabularies, a byte is written as
+    its own character if that is printable, else as a character from code 256 on.
     """
     about = {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -179,15 +179,15 @@ def _templated(messages: Sequence[Message], template: Template, encode: Callable
 def _answer(messages: Sequence[Message], index: int, whole: str, template: Template) -> tuple[int, int]:
     """The start and end of the answer in message `index`, in the text of all messages."""
     before = template(messages[:index], False) if index else ""
-    # If the generation prompt has words that the finished answer lacks (an opening <think>), the answer starts before.
+    # If the generation prompt ends with words that the finished text lacks (an opening <think>), start before them.
     prompt = template(messages[:index], True) if index else ""
     start = len(os.path.commonprefix([prompt, whole]))  # noqa: RUF071  of texts, not of paths
     until = template(messages[: index + 1], False)
     if start >= len(before) and whole.startswith(until):
         return start, len(until)
-    # Some templates render an earlier answer differently from a last one (without its thoughts). Then the answer is its
-    # content and the text that the template writes after the content of a last answer.
-    content = str(messages[index]["content"]).rpartition("</think>")[2].strip()  # which every template renders
+    # Some templates render an earlier answer differently from a last one (without its reasoning). Then the answer is
+    # its content and the text that the template writes after the content of a last answer.
+    content = str(messages[index]["content"]).rpartition("</think>")[2].strip()  # this part is in every rendering
     at = whole.find(content, start) if content and start >= len(before) else -1
     ending = until.rpartition(content)[2] if content else ""
     if at == -1 or not whole.startswith(ending, at + len(content)):

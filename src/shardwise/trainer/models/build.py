@@ -44,7 +44,7 @@ def build(
 ) -> Built:
     """Build a model. `vocab_size` is the tokenizer's. Adapters are on `device`, all other weights on the meta device.
 
-    `adapters` is a peft configuration that replaces that in the settings. `facts` is the result of `check(settings)`,
+    `adapters` is a peft configuration; it replaces `settings.lora`. `facts` is the result of `check(settings)`,
     if the caller has it already.
     """
     facts = check(settings) if facts is None else facts
@@ -67,7 +67,7 @@ def build(
     if settings.lora is not None and adapters is None:
         adapters = adapters_for(settings.lora, is_in_tree)
     if adapters is not None:
-        if is_in_tree:  # files have Llama's names, but modules have ours
+        if is_in_tree:  # a peft configuration has Llama's module names, the model has ours
             if not isinstance(adapters.target_modules, str):
                 adapters.target_modules = {IN_TREE_LEAVES.get(name, name) for name in adapters.target_modules}
             adapters.task_type = None
@@ -83,7 +83,7 @@ def build(
             path = LossPath("plain", path.isolates)
     set_path(model, path)
     params = dict(model.named_parameters())
-    # A frozen weight has two products instead of three: the forward and the gradient of its input.
+    # A frozen weight takes part in two matrix products instead of three: forward, and gradient of the input.
     num_multiplying = sum(
         param.numel() * (1.0 if param.requires_grad else 2 / 3) * (active if ".experts." in name else 1.0)
         for name, param in params.items()

@@ -2,7 +2,7 @@
 
 The shapes decide which tensor goes to which file; then files are written sequentially. At the end of a run (`export`)
 all ranks gather one unit after the other, and rank 0 writes; if it fails, every rank raises. An export of a checkpoint
-(`restore.py`) writes the same files without gathering. A folder gets its name when it is complete.
+(`restore.py`) writes the same files without gathering. An incomplete folder has a temporary name.
 """
 
 import copy
@@ -46,7 +46,7 @@ class Content:
     model: Any
     facts: ModelFacts
     sources: Sequence[Source]
-    names: Mapping[str, Sequence[str]]  # of tied tensors
+    names: Mapping[str, Sequence[str]]  # all names of each tensor, by the first of them; tied tensors have several
     is_adapted: bool
     is_merged: bool = False
     max_bytes: int = MAX_FILE_BYTES
@@ -76,7 +76,7 @@ def export(model: nn.Module, built: Built, settings: Settings, folder: Path) -> 
         try:
             sources, names = _gathered_sources(model, parts, wants)
             write_export(Content(model, built.facts, sources, names, is_adapted, max_bytes=MAX_FILE_BYTES), folder)
-        except Exception as error:  # noqa: BLE001  the other ranks are gathering, and need to know
+        except Exception as error:  # noqa: BLE001  raised on all ranks below, after the remaining gathers
             problem = f"{type(error).__name__}: {error}"
     for _ in parts:
         pass
@@ -88,7 +88,7 @@ def export(model: nn.Module, built: Built, settings: Settings, folder: Path) -> 
 def _gathered_sources(
     model: nn.Module, parts: Iterator[dict[str, Tensor]], wants: Callable[[str], bool]
 ) -> tuple[list[Source], dict[str, list[str]]]:
-    """The tensors in the order in which they are gathered, so that none is held for long."""
+    """Return the tensors in the order of their gathers, so that none is held for long, and all names of each."""
     engine = engine_of(model)
     names: dict[Tensor, list[str]] = {}
     for name, value in own_state_dict(model, engine).items():
@@ -138,7 +138,7 @@ def write_export(content: Content, folder: Path, on_bytes: OnBytes = lambda num_
             write_sources(into / "adapter_model.safetensors", named, on_bytes)
             _write_adapter_config(model, into, str(folder.resolve() / BASE) if base else None)
             _write_tokenizer(facts, into)
-            # A model has this key in its config.json; peft refuses unknown keys in that of an adapter.
+            # The config.json of a model has this key. peft refuses unknown keys in an adapter's, so it is in the note.
             note |= {TOKENIZER_KEY: BYTES.name} if facts.tokenizer == BYTES.name else {}
         write_note(into, note)
 
@@ -160,7 +160,7 @@ def _write_config(inner: Any, facts: ModelFacts, folder: Path, sources: Sequence
     config.dtype = dtype
     vars(config).pop(TOKENIZER_KEY, None)  # the model may have it from an earlier export
     config.update({TOKENIZER_KEY: BYTES.name} if facts.tokenizer == BYTES.name else {})
-    # Another tokenizer than the model's has other special tokens: a document begins and ends with its end token.
+    # If the tokenizer is not the model's own, a document begins and ends with the end token of the tokenizer.
     assert facts.folder is not None
     is_own = Path(facts.tokenizer).expanduser().resolve() == facts.folder
     ends = {} if is_own else dict.fromkeys(("bos_token_id", "eos_token_id"), tokenizer_for(facts.tokenizer).end_id)

@@ -1,8 +1,8 @@
-"""Facts about a run's model, without building it. No torch: the launcher needs them before any rank exists.
+"""Facts about a run's model, without building it. The launcher needs them before any rank exists.
 
 A model is the name of an in-tree shape, a folder (of Hugging Face, or an export of the in-tree transformer), a
 config.json (with random weights), or the id of a Hugging Face repository, which is downloaded into its cache once per
-machine. Code in a repository is never run, and pickled weights are never opened.
+machine. Code in a repository is never run, and pickled weights are never opened. This file does not import torch.
 """
 
 import re
@@ -18,7 +18,7 @@ from ..settings import Settings
 from ..shapes import PRESETS, SHAPE_KEYS, TransformerShape
 from .llama import SHAPE_KEY
 
-TOKENIZER_KEY = "shardwise_tokenizer"  # in a config.json: the byte tokenizer, which needs no files
+TOKENIZER_KEY = "shardwise_tokenizer"  # key in a config.json that names the byte tokenizer, which has no files
 NO_LIMIT = 2**31 - 1  # sequence length of models without a limit
 
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
@@ -40,7 +40,7 @@ class ModelFacts:
     max_seq: int
     vocab_size: int | None  # None: that of the tokenizer, for an in-tree shape
     tokenizer: str  # from the settings, else the model's, else (with random weights) "bytes"
-    origin: str  # its name, its id, or the folder that was given; never a folder of the cache
+    origin: str  # name, id or folder that the user gave; never a folder of the download cache
     folder: Path | None = None  # None: an in-tree shape by name
     config_file: Path | None = None
     has_weights: bool = False  # in the folder; else they are random
@@ -68,7 +68,7 @@ def require_vocabulary(facts: ModelFacts, tokenizer_vocab: int) -> None:
 
 
 def in_tree_shape(settings: Settings, tokenizer_vocab: int) -> TransformerShape:
-    """The named shape with the changes of the settings; by default its vocabulary is the tokenizer's."""
+    """Return the shape of the preset, changed by `settings.shape`; by default its vocabulary is the tokenizer's."""
     unknown = sorted(set(settings.shape) - set(SHAPE_KEYS))
     if unknown:
         raise ConfigurationError(f"shape: unknown key {unknown[0]!r}; {did_you_mean(unknown[0], SHAPE_KEYS)}")
@@ -134,12 +134,12 @@ def tokenizer_files(folder: Path) -> list[Path]:
 
 
 def tokenizer_in(folder: Path, config: Mapping[str, Any]) -> str | None:
-    """The tokenizer in a folder, or the one noted in `config`; None: there is none."""
+    """Return the tokenizer that `config` names, else the folder if it has tokenizer files, else None."""
     return config.get(TOKENIZER_KEY) or (str(folder) if tokenizer_files(folder) else None)
 
 
 def find_model(name: str, *, with_weights: bool) -> Path:
-    """The folder of a model, or its config file. The id of a repository is downloaded."""
+    """Return the folder of a model, or its config file. If `name` is a repository id, download the repository."""
     path = Path(name).expanduser()
     if path.is_dir() and not (path / "config.json").is_file():
         raise ConfigurationError(f"model {name!r}: the folder has no config.json")
@@ -154,7 +154,7 @@ def find_model(name: str, *, with_weights: bool) -> Path:
     patterns = [*_FETCHED, "*.safetensors"] if with_weights else _FETCHED
     try:
         folder = Path(hub.snapshot_download(name, allow_patterns=patterns, ignore_patterns=_NOT_FETCHED))
-    except Exception as error:  # noqa: BLE001  a network, a repository that is not there or wants a login
+    except Exception as error:  # noqa: BLE001  no network, no such repository, or a login is needed
         reason = str(error).strip().partition("\n")[0]
         raise ConfigurationError(f"model {name!r}: {known}; the download failed: {reason}") from None
     if not (folder / "config.json").is_file():

@@ -79,7 +79,7 @@ def base_name(name: str) -> str:
 
 
 def adapter_file_name(name: str, is_in_tree: bool) -> str:
-    """Return the name that peft expects in files: without the adapter's, and with Llama's for an in-tree model."""
+    """Return peft's name of a tensor in files: without the adapter's name, and as in Llama for an in-tree model."""
     name = re.sub(rf"\.{ADAPTER}(?=\.|$)", "", name)
     return llama_name(name) if is_in_tree else name
 

@@ -107,7 +107,7 @@ def is_model(place: Path) -> bool:
 def settings_of(place: Path, extra: Mapping[str, Any]) -> Settings | None:
     """Return the settings of the run folder of a checkpoint, else those in its `extra`, else None."""
     config = place.resolve().parent.parent / CONFIG
-    is_in_run = config.is_file() and "model_type" not in read_object(config)  # else the config of a model
+    is_in_run = config.is_file() and "model_type" not in read_object(config)  # a model's has model_type
     if not is_in_run and "configuration" not in extra:
         return None
     try:
@@ -151,7 +151,7 @@ def content_of(
 ) -> Iterator[Content]:
     """Open a checkpoint, model or adapter for an export, and check that it fits its model and is complete.
 
-    `model` replaces the model of the run, if there is one. `dtype` is the name of one, `keep` (the checkpoint's dtype)
+    `model` replaces the model of the run, if there is one. `dtype` is a dtype's name, `keep` (the checkpoint's dtype)
     or `auto` (the dtype of the original model, as in the export at the end of a run).
     """
     place = newest_in(path)
@@ -216,7 +216,7 @@ def _build_from_folder(model: str, tokenizer: str | None = None, adapters: Any =
     built = build(settings, 0, _HOST, adapters)
     dtype = getattr(torch, str(built.facts.config.get("dtype") or built.facts.config.get("torch_dtype")), None)
     if is_random and isinstance(dtype, torch.dtype):
-        built.model.to(dtype)  # otherwise `build` uses fp32 if there are no weight files
+        built.model.to(dtype)  # `build` uses fp32 if there are no weight files
     return built
 
 

@@ -1,9 +1,9 @@
 """Weights in safetensors files: as a mapping that reads a tensor when it is used, and in the form that files have.
 
 Files are memory-mapped: tensors come from the page cache, and none is held here. Names in a Hugging Face folder may
-differ from those of the model: a prefix may be missing, tied weights are stored once, and some architectures store
-separately what they compute with as one tensor (experts). The rules are those of transformers, applied to one tensor
-at a time when weights are read. They are undone for an export, which is planned with shapes alone, on the meta device;
+differ from those of the model: a prefix may be missing, tied weights are stored once, and some architectures store each
+expert by itself, but compute with one tensor of all. The conversion rules are those of transformers, applied to one
+tensor at a time when weights are read. An export undoes them. It is planned with shapes alone, on the meta device;
 tensors that are converted together are converted once, when the first of them is written.
 """
 
@@ -47,7 +47,7 @@ class LazyWeights(Mapping[str, Tensor]):
         return len(self._makers)
 
     def with_tensors(self, tensors: Mapping[str, Tensor], names: Mapping[str, str] | None = None) -> "LazyWeights":
-        """These tensors, under new names if `names` maps old to new, and more."""
+        """Return these tensors, renamed if `names` maps old names to new ones, together with `tensors`."""
         own = {name if names is None else names[name]: maker for name, maker in self._makers.items()}
         return LazyWeights(own | {name: (lambda tensor=tensor: tensor) for name, tensor in tensors.items()})
 
@@ -98,8 +98,8 @@ def hugging_face_weights(model: Any, folder: Path) -> LazyWeights:
     renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
     converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
     converter_of = {pattern: rule for rule in converters for pattern in rule.source_patterns}
-    names: dict[str, str] = {}  # of the model's tensors to those in the files
-    parts: dict[str, list[tuple[str, str]]] = {}  # patterns and stored names, by the first tensor that they produce
+    names: dict[str, str] = {}  # from the model's names to those in the files
+    parts: dict[str, list[tuple[str, str]]] = {}  # (pattern, stored name), by the first tensor they produce
     unknown = []
     for name in sorted(stored, key=dot_natural_key):
         own, pattern = rename_source_key(name, renamings, converters, model.base_model_prefix, expected)
@@ -144,7 +144,7 @@ def _require_fit(
 ) -> None:
     """Raise ConfigurationError unless the files have every tensor of the model in its shape, and no other.
 
-    `names` are the stored names of tensors that are not converted; `made` are all that can be read.
+    `names` are the stored names of tensors that are not converted; `made` are the names of all readable ones.
     """
     expected = model.state_dict(keep_vars=True)
     tensors = names_of(model)
@@ -167,7 +167,7 @@ def _require_fit(
 
 
 def stored_form(inner: Any, sources: Iterable[Source], names: Mapping[str, Sequence[str]]) -> list[Source]:
-    """The tensors under the names that the architecture has in files. `names` are those of tied tensors.
+    """Return the tensors under the names that the architecture uses in files. `names`: all names of tied tensors.
 
     Conversions that transformers applies when it loads weights are undone.
     """
@@ -179,7 +179,7 @@ def stored_form(inner: Any, sources: Iterable[Source], names: Mapping[str, Seque
     plain: dict[str, Source] = {}
     for source in sources:
         tied = names.get(source.name, ())
-        # Of a tied tensor, transformers keeps the name that it expects in a file.
+        # A tied tensor has several names. Use the one that transformers expects in a file.
         left = remove_tied_weights_from_state_dict(dict.fromkeys(tied, torch.zeros(1)), inner) if len(tied) > 1 else ()
         plain[next(iter(left), source.name)] = source
 
