@@ -62,8 +62,8 @@ class UnitPlan:
 
 @dataclass(unsafe_hash=True)
 class Schedule:
-    """Units by their indices. `order` is that of the forward. `slot_of` has the slot of each unit, None if the unit has
-    its own memory. `before_*` and `after_step` name the units whose gathers to start then."""
+    """The schedule of a step. Units are named by index. `order` is that of the forward. `slot_of` has each unit's slot,
+    or None for its own memory. `before_*` and `after_step` are the units whose gathers start then."""
 
     units: tuple[UnitPlan, ...]
     order: tuple[int, ...]
