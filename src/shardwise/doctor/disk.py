@@ -14,7 +14,7 @@ from . import Finding, judged, size
 TOPIC = "disk"
 CHUNK = 16 << 20
 MAX_BYTES = 128 << 20
-BUDGET_S = 2.0  # for writing, and again for reading: a slow disk is measured on less
+BUDGET_S = 2.0  # for writing, and again for reading: on a slow disk fewer bytes are measured
 SLOW = 200e6  # bytes/s
 LEAST_FREE = 10 << 30
 # Bytes per parameter of a checkpoint: an fp32 master and two moments.
@@ -47,7 +47,7 @@ def look(folder: Path) -> Iterator[Finding]:
 
 
 def speeds(folder: Path) -> tuple[float, float]:
-    """Bytes per second, written and read. The file has no name, and is gone when this returns."""
+    """Bytes per second, written and read. The file has no name, and no longer exists when this returns."""
     chunk = os.urandom(CHUNK)  # random, so that a compressing file system does not look faster
     with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
         began_s, num_written = time.perf_counter(), 0
@@ -73,5 +73,5 @@ def goes_direct(folder: Path) -> bool:
 
 
 def existing(folder: Path) -> Path:
-    """The folder, or its nearest parent that exists: a run would make the rest."""
+    """The folder, or its nearest parent that exists: a run would create the missing ones."""
     return next(place for place in (folder.absolute(), *folder.absolute().parents) if place.is_dir())

@@ -23,9 +23,9 @@ from . import Finding, Grade, judged, size
 
 DEVICES, LIMITS, NETWORK = "devices", "limits", "network"
 INFINIBAND = Path("/sys/class/infiniband")
-# NCCL's order of interfaces, by the beginning of their names; any other interface has place 1.
+# NCCL prefers interfaces in this order, by the beginning of their names; any other interface has place 1.
 NCCL_PLACES = {"ib": 0, "docker": 2, "virbr": 3, "lo": 4}
-NO_SHM = 64 << 20  # Docker's default, less than NCCL and data loaders take
+NO_SHM = 64 << 20  # Docker's default, less than NCCL and data loaders need
 
 
 def look(variables: Mapping[str, str]) -> Iterator[Finding]:
@@ -87,7 +87,7 @@ def _peers(num_gpus: int) -> Finding:
 
 
 def _links() -> str:
-    """NVLinks by nvidia-smi's matrix: NV18 is 18 links."""
+    """The NVLink connections in nvidia-smi's matrix: NV18 means 18 links."""
     try:
         command = ["nvidia-smi", "topo", "-m"]
         matrix = subprocess.run(command, capture_output=True, text=True, timeout=5.0, check=False).stdout
@@ -142,7 +142,7 @@ def _look_at_limits(num_gpus: int) -> Iterator[Finding]:
 
 
 def _host_updates(folder: Path) -> Finding:
-    """Search for a compiler without compiling, which takes seconds and leaves a file."""
+    """Report how updates on the host run. Only search for a compiler: compiling takes seconds and leaves a file."""
     meaning = "of offloaded optimizers (--offload): one pass over memory, on a rank's cores"
     compiler = next((found for name in COMPILERS if (found := shutil.which(name))), None)
     if compiler is None:
@@ -214,7 +214,7 @@ def lookup(host: str) -> str | None:
 
 
 def gloo_takes(found: Sequence[Interface], address: str | None) -> str | None:
-    """The interface of this machine's name, else the loopback."""
+    """The interface that gloo would use: the one with the address of the host name, else the loopback."""
     named = next((interface.name for interface in found if interface.address == address), None)
     return named or next((interface.name for interface in found if interface.address.startswith("127.")), None)
 

@@ -1,8 +1,8 @@
 """Rates of this machine, measured in some seconds, for plans that are about it and not about its data sheets.
 
-Each rate is that of work repeated for a fraction of a second, after it has been done once. Collectives need more than
-one device and one process per rank; without GPUs two ranks of the processor stand in for them. Their rate is the bus
-bandwidth of nccl-tests: the bytes of the whole times (N - 1) / N, twice that for an all-reduce, by seconds.
+Each kind of work runs once to warm up, and is then repeated for a fraction of a second. Collectives need more than one
+device and one process per rank; without GPUs there are two CPU ranks. Their rate is the bus bandwidth of nccl-tests:
+the bytes of the whole buffer times (N - 1) / N, twice that for an all-reduce, divided by the seconds.
 """
 
 import json
@@ -70,7 +70,7 @@ def rate(work: Callable[[], object], amount: float, device: torch.device) -> flo
     _wait(device)
     began_s, num_calls, elapsed_s = time.perf_counter(), 0, 0.0
     while elapsed_s < BUDGET_S:
-        # Several calls at once, so that waiting is not what is measured.
+        # Several calls for each wait, so that the time of waits does not matter.
         num_more = max(1, num_calls)
         for _ in range(num_more):
             work()
@@ -114,7 +114,7 @@ def _updates() -> float:
 
 
 def _context_bytes(device: torch.device) -> int:
-    """Device memory outside torch's allocator; 512 MiB if its size shows that other processes' memory is in it."""
+    """Device memory outside torch's allocator; 512 MiB if it is so large that it must include other processes."""
     torch.cuda.synchronize(device)
     free, total = torch.cuda.mem_get_info(device)
     taken = total - free - torch.cuda.memory_reserved(device)
@@ -128,13 +128,13 @@ def _processor() -> str:
 
 
 def measure_collectives(backend: str, num_ranks: int) -> dict[str, Any]:
-    """Measure in one process per rank; return the fields of `Measured`, none if the ranks do not find each other."""
+    """Measure in one process per rank. Return fields of `Measured`; an empty dict if a rank fails or takes too long."""
     with temporary_folder() as folder:
         store = str(folder / "store")
         variables = as_child({**os.environ, **interfaces(os.environ)})
         processes = []
         for rank in range(num_ranks):
-            # By name: __name__ is __main__ in a rank.
+            # The module's name is written out, because __name__ may be __main__.
             command = [sys.executable, "-m", "shardwise.doctor.measure", backend, str(rank), str(num_ranks), store]
             pipe, nowhere = subprocess.PIPE, subprocess.DEVNULL
             processes.append(subprocess.Popen(command, env=variables, stdout=pipe, stderr=nowhere, text=True))

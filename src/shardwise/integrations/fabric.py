@@ -5,8 +5,8 @@
     fabric = Fabric(strategy=ShardwiseStrategy(strategy="zero3", precision="bf16"), devices=8)
     model, optimizer = fabric.setup(model, optimizer)
 
-Launching, the process group and the user's collectives are Fabric's, as with its DDP strategy. `fabric.save` and
-`fabric.load` use checkpoints of `sw.save`, which any strategy and world can load.
+Fabric launches the ranks, makes the process group and runs the user's collectives, as with its DDP strategy.
+`fabric.save` and `fabric.load` use checkpoints of `sw.save`: any strategy and any number of ranks can load them.
 """
 
 from collections.abc import Mapping
@@ -48,7 +48,7 @@ class ShardwiseStrategy(DDPStrategy):
     # setting up
 
     def module_to_device(self, module: nn.Module) -> None:
-        """Do nothing: the model moves in shards, since whole it may not fit."""
+        """Do nothing: `sw.shard` moves the model shard by shard, because the whole model may not fit."""
 
     def setup_module_and_optimizers(
         self, module: nn.Module, optimizers: list[torch.optim.Optimizer], scheduler: Any = None
@@ -89,7 +89,7 @@ class ShardwiseStrategy(DDPStrategy):
         storage_options: Any = None,
         filter: Any = None,  # noqa: A002
     ) -> None:
-        """Save the model, its optimizer, and other values as JSON; stateful objects by their state dict."""
+        """Save the model and its optimizer. Other values are saved as JSON; a stateful object by its state dict."""
         if storage_options is not None or filter:
             raise ConfigurationError("fabric.save(storage_options=, filter=): leave these out; it writes a folder")
         model, optimizer, others = _parts(state)

@@ -1,6 +1,6 @@
 """Calling `sw.shard` for a model in a script of another library.
 
-Such scripts name precisions differently, may initialise every rank with other weights (DistributedDataParallel
+Such scripts name precisions differently, may initialise each rank with different weights (DistributedDataParallel
 broadcasts those of the first rank), and may have replaced a model's forward.
 """
 
@@ -21,7 +21,7 @@ from ..core.wire.collectives import broadcast_from_first, exchange
 # Keywords of `sw.shard`.
 WORDS = frozenset(inspect.signature(shard).parameters) - {"model", "optimizer"}
 
-# The precision that trains parameters of a dtype without mixed precision.
+# The `precision` of `sw.shard` for a model of this dtype, if no mixed precision is given.
 _UNMIXED = {torch.float32: "fp32", torch.bfloat16: "pure-bf16"}
 
 
@@ -34,7 +34,7 @@ def refuse_unknown(where: str, words: Iterable[str], known: Iterable[str] = WORD
 def shard_for_script(
     model: nn.Module, optimizer: torch.optim.Optimizer | None, words: Mapping[str, Any], mixed_precision: str
 ) -> Any:
-    """Shard a model in place. Return the sharded optimizer."""
+    """Shard a model in place, with the keywords `words` of `sw.shard`. Return the sharded optimizer."""
     _share_first_weights(model)
     given = {word: value for word, value in words.items() if value is not None}
     dtypes = {param.dtype for param in model.parameters() if param.is_floating_point()}
@@ -61,7 +61,7 @@ def _units(model: nn.Module) -> Any:
 
 
 def _share_first_weights(model: nn.Module) -> None:
-    """Broadcast the first rank's parameters and buffers where ranks differ: adapters are initialised at random."""
+    """Broadcast the first rank's parameters and buffers where ranks differ, as do adapters initialised at random."""
     world = everyone()
     tensors: dict[str, Tensor] = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     shapes = exchange(world, {name: (tuple(value.shape), str(value.dtype)) for name, value in tensors.items()})

@@ -4,9 +4,9 @@
 
     trainer = sharded(SFTTrainer, strategy="zero3")(model=model, args=args, train_dataset=dataset)
 
-`sharded` returns a subclass with our Accelerator. The loop, logs, schedules, callbacks and evaluation stay the
-Trainer's. A checkpoint is the Trainer's folder with a checkpoint of `sw.save` in it, so that another strategy and
-another number of ranks can resume; `save_model` writes a folder for `from_pretrained`.
+`sharded` returns a subclass that uses shardwise's Accelerator. The Trainer still runs the loop, logs, schedules,
+callbacks and evaluation. A checkpoint is the Trainer's folder with a checkpoint of `sw.save` in it, so that another
+strategy and another number of ranks can resume; `save_model` writes a folder for `from_pretrained`.
 """
 
 import functools
@@ -45,7 +45,7 @@ def sharded(trainer: type[Trainer], /, **words: Any) -> type[Any]:
 
 class _ShardedTrainer(Trainer):
     _words: dict[str, Any]
-    # Declared without None: the Trainer is complete when these methods run.
+    # Declared without None: the Trainer has set them when the methods below run.
     model: Any
     optimizer: Any
     lr_scheduler: Any
@@ -69,7 +69,7 @@ class _ShardedTrainer(Trainer):
             logger.warning("%s: for DistributedDataParallel, no effect here", ", ".join(idle))
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
-        """Do nothing: the model moves in shards, since whole it may not fit."""
+        """Do nothing: `sw.shard` moves the model shard by shard, because the whole model may not fit."""
 
     def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any) -> Any:
         if find_engine(self.model) is None:
@@ -83,7 +83,7 @@ class _ShardedTrainer(Trainer):
         return parent._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
-        """Called in every step. With early updates there is no norm: weights are updated before all gradients exist."""
+        """The gradient norm of a step. With early updates there is none: updates run before all gradients exist."""
         if grad_norm is None and self._words.get("early_update"):
             return None
         return super()._get_grad_norm(model, grad_norm)  # type: ignore[no-untyped-call]
@@ -130,7 +130,7 @@ class _ShardedTrainer(Trainer):
 
 
 def _sharded_in(place: Path) -> Path | None:
-    """The sharded checkpoint in a Trainer's folder: our part of it, or all of a DeepSpeed or FSDP checkpoint."""
+    """The sharded checkpoint in a Trainer's folder: one of `sw.save` inside it, or the folder of DeepSpeed or FSDP."""
     if (place / INSIDE).is_dir():
         return place / INSIDE
     marks = (deepspeed.LATEST, dcp.MODEL_PART)
@@ -138,7 +138,7 @@ def _sharded_in(place: Path) -> Path | None:
 
 
 def _keep_model_methods(model: nn.Module) -> None:
-    """Keep the count of parameters, and make all ranks generate as long as one of them does."""
+    """Make `num_parameters` return the counts from before sharding, and `generate` run until all ranks are done."""
     module: Any
     for module in model.modules():
         if isinstance(module, PreTrainedModel):

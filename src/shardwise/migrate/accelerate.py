@@ -1,11 +1,11 @@
 """Accelerate's YAML: the kind of training, the launch, the precision, and the block of the kind.
 
 Blocks of other kinds are ignored, as Accelerate ignores them. `deepspeed_config` names DeepSpeed's own file, or has a
-few of its keys under other names; both are read by DeepSpeed's reader.
+few of its keys under other names; `deepspeed.py` reads both.
 
-The environment variables that `accelerate launch` sets for its ranks are its configuration once more. They are turned
-back into the file that they came from, which is read like any other; entries have the variables' names. The launcher
-also sets its defaults: a default that contradicts what only a user can have set is ignored.
+`accelerate launch` passes its configuration to its ranks in environment variables. They are turned back into the keys
+of a file, and read as such; entries have the variables' names. The launcher also sets variables to its defaults: such a
+default is ignored if it contradicts a value that only a user can have set.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -33,7 +33,7 @@ NO_FP8 = (
 )
 DEEPSPEED_FILE = "deepspeed_config_file"
 DEFAULT_STAGE = "2"
-# DeepSpeed's blocks that enable 16 bits.
+# DeepSpeed's blocks that enable a 16-bit precision.
 HALVES = {"fp16": "fp16", "bf16": "bf16", "bfloat16": "bf16"}
 ENVIRONMENT = "the environment of accelerate launch"
 # Variables that turn a kind of sharding on.
@@ -94,7 +94,7 @@ def _kind(top: Block) -> str:
 
 
 def _compile(top: Block) -> None:
-    """`dynamo_config`, or the one key that older files have for it."""
+    """Read `dynamo_config`, or the one key that older files have instead."""
     block = apply_rules(top.inner("dynamo_config"), "accelerate", "dynamo_config", "dynamo_")
     for holder, key in ((top, "dynamo_backend"), (block, "dynamo_backend"), (block, "backend")):
         word = holder.text(key).upper()
@@ -106,7 +106,7 @@ def _compile(top: Block) -> None:
 
 
 def _launch(top: Block, is_single: bool) -> None:
-    """The device, the number of ranks, and where machines meet."""
+    """Read the device, the number of ranks, and the rendezvous of the machines."""
     read_device(top, "use_cpu")
     machines = top.whole("num_machines", 1, least=1)
     if top.has("num_machines"):
@@ -134,14 +134,14 @@ def _launch(top: Block, is_single: bool) -> None:
 
 
 def read_device(top: Block, *keys: str) -> None:
-    """Keys that ask for the CPU."""
+    """Read the keys that ask for the CPU."""
     flags = [top.flag(key) for key in keys]
     top.settings |= {"device": "cpu"} if any(flags) else {}
     top.used(keys, f"device {top.settings.get('device', 'cuda, where there is one')}")
 
 
 def _rendezvous(top: Block, has_many: bool) -> None:
-    """Machines meet at a host and a port; the backend `static`, Accelerate's default, needs a machine's rank."""
+    """Read the host and port where machines meet. The backend `static`, the default, also needs a machine's rank."""
     rank = top.whole("machine_rank", 0, least=0)
     backend = top.word("rdzv_backend", BACKENDS, BACKENDS[0])
     host, port = top.text("main_process_ip"), top.whole("main_process_port", DEFAULT_PORT, least=0, most=65535)
@@ -160,10 +160,10 @@ def _rendezvous(top: Block, has_many: bool) -> None:
 
 
 def precision_for(word: str, is_fsdp: bool) -> tuple[dict[str, Any], str]:
-    """Settings for Accelerate's word, and how it computes.
+    """Settings for a value of Accelerate's `mixed_precision`, and a description of them.
 
-    DDP computes under autocast from fp32 weights, and sums fp32 gradients. FSDP casts parameters and gradients alike,
-    so it sums in 16 bits: there `reduce_dtype` is bf16. Masters are fp32 in all of them.
+    DDP computes under autocast from fp32 weights, and sums fp32 gradients. FSDP casts both parameters and gradients, so
+    it sums in 16 bits: for FSDP in bf16, `reduce_dtype` is bf16. Masters are fp32 in all cases.
     """
     settings, how = {"precision": PRECISIONS[word]}, ""
     if is_fsdp and word == "bf16":
@@ -177,7 +177,7 @@ def precision_for(word: str, is_fsdp: bool) -> tuple[dict[str, Any], str]:
 
 
 def _mixed_precision(top: Block, is_fsdp: bool) -> None:
-    """`mixed_precision`, or `fp16: true` in older files."""
+    """Read `mixed_precision`, or `fp16: true` in older files."""
     is_half = top.flag("fp16")
     word = top.word("mixed_precision", [*PRECISIONS, "fp8"], "fp16" if is_half else "no")
     if word == "fp8":
@@ -209,7 +209,7 @@ def _deepspeed_block(top: Block, block: Block, folder: Path) -> Original:
 
 
 def _from_keys(top: Block, block: Block, word: str) -> tuple[dict[str, Any], Original]:
-    """Make DeepSpeed's tree from the keys, and report what becomes of it under the names that were written."""
+    """Make a DeepSpeed configuration from Accelerate's keys and read it. Entries keep the names that were written."""
     tree: dict[str, Tree] = {"zero_optimization": {"stage": DEFAULT_STAGE}}
     names: dict[str, str] = {}
     for key, path in table("accelerate")["deepspeed_keys"].items():
@@ -242,7 +242,7 @@ def _put(tree: dict[str, Tree], path: str, value: Tree) -> None:
 
 
 def read_completed(block: Block, word: str) -> tuple[dict[str, Any], Original]:
-    """Read DeepSpeed's keys as Accelerate and the Trainer complete them from mixed precision (no, fp16 or bf16)."""
+    """Read DeepSpeed's keys, completed from mixed precision (no, fp16, bf16) as Accelerate and the Trainer do."""
     made = Block(completed(block.values, word), block.source)
     original = read_deepspeed(made)
     _copy_entries(block, "", {entry.key: entry for entry in made.entries()})
@@ -250,7 +250,7 @@ def read_completed(block: Block, word: str) -> tuple[dict[str, Any], Original]:
 
 
 def completed(values: Mapping[str, Tree], word: str) -> dict[str, Tree]:
-    """Enable the 16 bits of `word` where the file says `auto`, or nothing."""
+    """Enable the precision `word` if the file says `auto`, or nothing, about it."""
     tree = dict(values)
     for key, kind in HALVES.items():
         inner = tree.get(key)
@@ -263,7 +263,7 @@ def completed(values: Mapping[str, Tree], word: str) -> dict[str, Tree]:
 
 
 def _copy_entries(block: Block, path: str, entries: Mapping[str, Entry]) -> None:
-    """Take the entries of a completed copy over to the keys that were written; the copy has this block at `path`."""
+    """Copy the entries of a completed copy to the keys that were written. In the copy this block is at `path`."""
     for key, value in block.values.items():
         place = f"{path}{block.path_of(key).removeprefix(f'{block.path}.')}"
         if place in entries:
@@ -278,7 +278,7 @@ def _copy_entries(block: Block, path: str, entries: Mapping[str, Entry]) -> None
 def read_environment(environ: Mapping[str, str]) -> Migrated | None:
     """Read the launcher's variables; None if they say nothing about sharding and precision.
 
-    A launch without a plugin is one of plain ranks, for which the trainer chooses the strategy.
+    If the launch turns on no kind of sharding, the trainer chooses the strategy.
     """
     switch = next((name for name in SWITCHES if environ.get(name, "").lower() in TRUE), None)
     ignored: dict[str, str] = {}
@@ -339,8 +339,8 @@ def _ignored(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def _renamed(entries: Iterable[Entry], names: Mapping[str, str], values: Mapping[str, Tree]) -> Iterator[Entry]:
-    """Entries of a document under the names from which it was made. An entry about a whole block belongs to all names
-    inside it, one of a file to the name of the file."""
+    """Give the entries of a document, made from other keys or variables, their `names`. An entry about a whole block is
+    repeated for all names inside it; an entry inside a file gets the name of the file in front."""
     for entry in entries:
         for path, name in names.items():
             if entry.key == path or path.startswith(f"{entry.key}."):

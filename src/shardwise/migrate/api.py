@@ -24,7 +24,7 @@ READERS = {
     "accelerate": read_accelerate,
     "hugging-face": read_hugging_face,
 }
-MIN_CLEAR = 3  # typical keys that make a file's kind clear
+MIN_CLEAR = 3  # the number of typical keys that make a file's kind clear
 # These are mappings in DeepSpeed's files, and single values in others.
 BLOCKS = {"fp16", "bf16", "optimizer", "scheduler"}
 
@@ -44,7 +44,7 @@ def from_accelerate(source: Source) -> Migrated:
 
 
 def read(source: Source, kind: Kind | None = None) -> Migrated:
-    """Read a configuration without raising for refused keys. `kind` follows from the keys unless it is given."""
+    """Read a configuration without raising for refused keys. Without `kind`, the keys decide which kind it is."""
     if not isinstance(source, Mapping | str | os.PathLike):
         raise ConfigurationError(f"a configuration is a file or a mapping, not {type(source).__name__} {source!r}")
     name, folder = "the configuration", Path()
@@ -66,7 +66,7 @@ def read(source: Source, kind: Kind | None = None) -> Migrated:
 
 
 def kind_of(tree: Mapping[str, Tree], name: str) -> Kind:
-    """The kind that has most of the keys at the top; an error if two kinds have equally many."""
+    """The kind of file with the most typical keys at the top level; an error if two kinds have equally many."""
     counts = {kind: len(keys) for kind, keys in _typical(tree).items()}
     best = [kind for kind, count in counts.items() if count == max(counts.values())]
     if len(best) > 1:
@@ -79,7 +79,7 @@ def kind_of(tree: Mapping[str, Tree], name: str) -> Kind:
 
 
 def refuse_as_ours(path: Path, own: Collection[str]) -> None:
-    """Refuse another library's file where one of ours is expected: it has typical keys of that library."""
+    """Raise if a file for shardwise has typical keys of another library. Keys in `own` do not count."""
     try:
         tree = mapping_in(path)
     except ConfigurationError:
@@ -109,7 +109,7 @@ def _typical(tree: Mapping[str, Tree]) -> dict[Kind, list[str]]:
 
 
 def known_kind(word: str) -> Kind:
-    """The kind for a word of the command line."""
+    """The kind that a value of --kind names."""
     for kind in TITLES:
         if word.lower().replace("_", "-") == kind:
             return kind

@@ -1,13 +1,12 @@
 """DeepSpeed's JSON (of version 0.19). Every key is used, ignored for a reason, or refused for a reason.
 
-What a file leaves out is what DeepSpeed does by default, where there is one default: gradients are clipped to 1, and
-an optimizer without a learning rate has 1e-3. What it leaves to others (an optimizer, a schedule, "auto") is what the
-trainer does.
+A missing key has DeepSpeed's default, if it has one: gradients are clipped to 1, and an optimizer without a learning
+rate has 1e-3. The trainer decides where the file has no optimizer, no schedule, or the value "auto".
 
-In a loop of your own the optimizer is the one that you give to `sw.shard`. Adam is AdamW, as DeepSpeed runs it unless
-`adam_w_mode` is false. Defaults are those of the class that DeepSpeed takes: its own Adam has no weight decay, torch's
-AdamW 0.01. DeepSpeed's three schedules with a warm-up exist in the trainer under their own names, and give the same
-learning rate in every step.
+In your own training loop, the optimizer is the one that you give to `sw.shard`. Adam means AdamW, as in DeepSpeed
+unless `adam_w_mode` is false. Defaults are those of the class that DeepSpeed uses: its own Adam has no weight decay,
+torch's AdamW 0.01. DeepSpeed's three schedules with a warm-up exist in the trainer under their own names, and give the
+same learning rate in every step.
 """
 
 from ..base.documents import Tree
@@ -45,7 +44,7 @@ def read_deepspeed(top: Block) -> Original:
 
 
 def _refuse_if_on(top: Block, key: str, row: dict[str, Tree]) -> None:
-    """A feature that is not supported here: refused while it is on, ignored while it is off."""
+    """Refuse the key of a feature that is not supported here if the feature is on; ignore the key if it is off."""
     if not isinstance(top.values[key], dict):
         if top.flag(key):
             top.refused(key, row["refused"])
@@ -60,7 +59,7 @@ def _refuse_if_on(top: Block, key: str, row: dict[str, Tree]) -> None:
 
 
 def _read_training(top: Block) -> None:
-    """The batch, clipping, the optimizer and its schedule, logging and compilation."""
+    """Read the batch, clipping, the optimizer and its schedule, logging and compilation."""
     _read_batch(top)
     if not top.auto("gradient_clipping", "--max-grad-norm of the trainer"):
         norm = top.number("gradient_clipping", MAX_GRAD_NORM, least=0)
@@ -132,7 +131,7 @@ def _read_optimizer(block: Block) -> None:
 
 
 def _read_adam(params: Block, chosen: str) -> float:
-    """Return the default weight decay."""
+    """Read the parameters of Adam and return its default weight decay."""
     if not params.auto("betas", "--adam-beta1 and --adam-beta2 of the trainer"):
         beta1, beta2 = params.read("betas", _as_betas, (0.9, 0.999))
         params.sets("betas", adam_beta1=beta1, adam_beta2=beta2)
@@ -156,7 +155,7 @@ def _as_betas(value: Tree) -> tuple[float, float]:
 
 
 def _read_schedule(block: Block, rate: float | None) -> None:
-    """`rate` is the optimizer's learning rate, the peak where the schedule names none."""
+    """Read the schedule. `rate` is the optimizer's learning rate: the peak, if the schedule names none."""
     names, refused = table("deepspeed")["schedules"], table("deepspeed")["refused_schedules"]
     params = block.inner("params")
     if not block.has("type"):
@@ -185,7 +184,7 @@ def _read_schedule(block: Block, rate: float | None) -> None:
 
 
 def _read_rates(params: Block, peak: float | None) -> None:
-    """Learning rates at the begin and at the end of the warm-up; the latter replaces the optimizer's."""
+    """Read the learning rates at the start and the end of the warm-up; the second replaces the optimizer's."""
     peak = read_setting(params, "warmup_max_lr", "learning_rate", peak, True)
     if params.auto("warmup_min_lr", "warmup_min_ratio 0: Hugging Face begins at 0"):
         return

@@ -13,10 +13,10 @@ from ...base.dtypes import DType
 ROOT = "root"
 
 # A block of more elements than this is cut into its parts. Two gather slots in 16 bits and two reduction slots in fp32
-# take 12 bytes of each: 48 GB of an 80 GB device. Dense models in use have smaller blocks (Llama 3.1 405B: 3.2e9).
+# take 12 bytes per element: 48 GB of an 80 GB device. The blocks of dense models are smaller (Llama 3.1 405B: 3.2e9).
 LARGE_BLOCK = 4 * 10**9
 # A part of a cut block, or a module outside the blocks, of this many elements is a unit: 64 MiB in 16 bits, which a
-# collective moves at full speed. What is in no such unit is gathered from the forward to the end of the backward.
+# collective moves at full speed. Smaller ones join the unit around them, which is gathered until its backward ends.
 LARGE_PART = 32 << 20
 
 
@@ -34,8 +34,8 @@ class Site:
 
 @dataclass(frozen=True, slots=True)
 class Param:
-    """A parameter by its first name. `sites` are all places where it is registered: tied weights have several.
-    `is_table`: one of them is an embedding. `optimizer`: the number of the optimizer that updates it."""
+    """A parameter. `sites` are all places where it is registered: tied weights have several. `name` is that of the
+    first. `is_table`: one of them is an embedding. `optimizer`: the number of the optimizer that updates it."""
 
     name: str
     shape: tuple[int, ...]
@@ -52,9 +52,9 @@ class Param:
 
 @dataclass(frozen=True, slots=True)
 class UnitSpec:
-    """`path` is the module's path in the model; `holds_units` says that other units lie inside it.
+    """One unit. `path` is its module's path in the model; `holds_units` says that other units lie inside it.
 
-    `backward_reads` is False where a backward computes gradients without the weights: plain embeddings.
+    `backward_reads` is False if its backward needs no weights to compute gradients: plain embeddings.
     """
 
     name: str
@@ -71,15 +71,15 @@ def matches(name: str, patterns: Sequence[str]) -> bool:
 
 
 def least_outside(block_elems: int) -> float:
-    """The least number of elements with which a module outside the blocks is a unit: a large part, or half a block."""
+    """A module outside the blocks is a unit if it has at least this many elements: a large part, or half a block."""
     return min(LARGE_PART, block_elems / 2)
 
 
 def parts_of(block: str, size: Callable[[str], int], children: Callable[[str], Iterable[str]]) -> list[str]:
-    """The paths of a block's parts that become units instead of the block. Empty if the block is a unit itself: it is
-    not too large, or too much of it lies outside its large parts.
+    """The paths of a block's parts that become units of their own. Empty if the block stays one unit: it is small
+    enough, or too much of it lies outside its large parts.
 
-    `children` are the modules that a module calls."""
+    `size` counts the elements of a module; `children` are the modules that it calls."""
     if size(block) <= LARGE_BLOCK:
         return []
     parts = [child for child in children(block) if size(child) >= LARGE_PART]

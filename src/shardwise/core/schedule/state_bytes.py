@@ -1,8 +1,8 @@
 """Bytes of training state per rank, from the flats alone: on the device, on the host and on disk.
 
-Off the device it is counted piece by piece: the engine allocates by these lists, the planner adds them up. State on
-disk comes to the host to be used. The optimizer's state comes in chunks, through windows: while one chunk is updated,
-others are read and written. Parameters come unit by unit, ahead of the computation, into staging buffers.
+State off the device is a list of pieces: the engine allocates them, the planner adds them up. State on disk is read
+into host memory before it is used. Optimizer state is read in chunks, each into a buffer called a window: while one
+chunk is updated, others are read and written. Parameters are read unit by unit into staging buffers, ahead of use.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -22,15 +22,15 @@ Way = Literal["to_device", "to_host", "read", "write"]
 # A chunk is long enough for the disk to reach its full speed.
 CHUNK_ELEMS = 8 << 20
 NUM_WINDOWS = 4
-NUM_STAGED = 3
+NUM_STAGED = 3  # staging buffers, each for the parameters of one unit
 # Smaller activations stay on the device: they are not worth a copy.
 MIN_OFFLOADED_ACTIVATION_BYTES = 64 << 10
 
 
 @dataclass(frozen=True, slots=True)
 class StateBytes:
-    """`params` are copies that stay between steps, in the compute dtype or encoded. `optimizer` is master and moments.
-    `grads` includes encoding errors that are saved for feedback."""
+    """Bytes of state on the device of one rank. `params` are copies that stay between steps, in the compute dtype or
+    encoded. `optimizer` is master and moments. `grads` includes encoding errors that are saved for feedback."""
 
     params: int
     grads: int
@@ -45,8 +45,8 @@ class StateBytes:
 
 
 def state_bytes(flats: Iterable[Flat], num_moments: float = 2) -> StateBytes:
-    """Bytes of a rank between backward and step, padding included. Adam has two moments in the master's dtype; moments
-    in fewer bits count as fractions."""
+    """State on the device of a rank between backward and step, padding included. Adam has two moments in the master's
+    dtype; moments in fewer bits count as fractions."""
     flats = list(flats)
     states = [device_state(flat, num_moments) for flat in flats]
     grads = resting_grads(flats) + kept_losses(flats)
@@ -54,8 +54,8 @@ def state_bytes(flats: Iterable[Flat], num_moments: float = 2) -> StateBytes:
 
 
 def device_state(flat: Flat, num_moments: float) -> tuple[int, int]:
-    """Bytes of parameters and of the optimizer that stay on the device between steps. A master that is the parameters
-    themselves counts as them."""
+    """Bytes of parameters and of the optimizer that stay on the device between steps. A master that is frozen or has
+    the compute dtype counts as parameters."""
     params = flat.rest_bytes if flat.rest_on == "device" else 0
     if flat.depth_of_params == 0 and not flat.master_is_whole:
         params += flat.num_elems * flat.compute.itemsize
@@ -72,7 +72,7 @@ def resting_grads(flats: Iterable[Flat]) -> int:
 
 
 def kept_losses(flats: Iterable[Flat]) -> int:
-    """Bytes of the saved encoding errors of gradients, on the device from the first reduction on."""
+    """Bytes of the saved encoding errors of gradients. They are on the device from the first reduction on."""
     return sum(flat.num_lost * LOST.itemsize for flat in flats)
 
 
@@ -86,7 +86,7 @@ class OffDevice(NamedTuple):
 
 
 def off_device(units: Sequence[Sequence[Flat]], num_rows: float) -> OffDevice:
-    """Add up the pieces of all units. The optimizer's state has `num_rows` rows of the master's length."""
+    """Add up the pieces of all units. A row is one optimizer tensor of the master's length: Adam has two."""
     flats = [flat for unit in units for flat in unit]
     windows = NUM_WINDOWS * max((window_bytes(flat, num_rows) for flat in flats), default=0)
     staged = NUM_STAGED * max((padded_bytes(flat.staged_bytes for flat in unit) for unit in units), default=0)
@@ -147,8 +147,8 @@ def record_bytes(flat: Flat, chunk: Interval, num_rows: float) -> int:
 
 
 def window_bytes(flat: Flat, num_rows: float) -> int:
-    """Size of a chunk in memory, with the weights that its update makes if they go to disk. A master on the host is
-    updated in one piece."""
+    """Bytes of a window: for a chunk of the master and its rows, and for updated weights if those are written to disk.
+    A master on the host is updated in one piece and needs only the second."""
     writes = flat.rest_on == "disk" and flat.rest_is_own
     if flat.master_on != "disk":
         return padded_bytes([flat.num_master * flat.compute.itemsize]) if writes and flat.host_updates else 0

@@ -1,17 +1,16 @@
 """The order of a step as a pure value: no process group, no GPU, no tensors.
 
 A `Schedule` says, before and after each unit's forward and backward, which gathers to start. Whether a gather has
-anything to do depends on what memory holds at that moment: that is in `unit_status.UnitStatus`, one record per unit.
-The engine executes both on real buffers; the planner's `step_events` runs the same two without any, and so predicts
+anything to do depends on what memory holds at that moment: `unit_status.UnitStatus`, one record per unit, knows that.
+The engine executes both on real buffers; the planner's `step_events` executes both without buffers, and so predicts
 every collective of a step exactly.
 
-Gathered units live in slots. Units that are dropped after their forward share a small ring of persistent
-slots (unit k of them in slot k mod ring size); a dropped unit stays readable until another one takes its
-slot, so the last units of the forward need no gather in the backward. Units gathered for longer, and
-units that other units lie inside, have memory of their own.
+Units that are dropped after their forward share a small ring of persistent slots: the k-th of them uses slot k modulo
+the ring size. A dropped unit stays readable until another one takes its slot, so the last units of the forward need no
+gather in the backward. Units that stay gathered for longer, and units that contain other units, have their own memory.
 
-Parameters may be encoded for forwards only. A backward cannot use these, and gathers them again, exact; what a backward
-has gathered serves the next forward.
+Parameters may be encoded for forwards only. A backward cannot use these: it gathers the exact weights again. The next
+forward can use what a backward has gathered.
 """
 
 from collections.abc import Sequence
@@ -29,17 +28,17 @@ ALIGN_BYTES = 2 * BLOCK_ELEMS
 NUM_REDUCTIONS = 2
 # The number of gathers of encoded parameters in flight at a time.
 NUM_ROW_SLOTS = 2
-# The number of units whose gradients are on the device at once if they go to the host: written, reduced, copied.
+# The number of units that have gradients on the device at once if these are offloaded: written, reduced, copied.
 NUM_LEAVING = 3
-# The optimizer sees masters in parts of at least this many elements: launching the update of fewer takes longer than
-# running it. Norms are taken of pieces of this many.
+# The optimizer updates masters in parts of at least PART_ELEMS: for fewer elements the launch of the update takes
+# longer than the update. Norms are computed over pieces of NORM_ELEMS.
 PART_ELEMS = 32 << 20
 NORM_ELEMS = 32 << 20
 
 
 @dataclass(unsafe_hash=True)
 class UnitPlan:
-    """A unit in the schedule. Nothing of it ever changes."""
+    """A unit in the schedule. It never changes."""
 
     name: str
     layout: Layout
@@ -57,13 +56,14 @@ class UnitPlan:
         split = [flat for flat in flats if not flat.master_is_whole]
         self.gathered_bytes = sum(aligned(flat.num_elems * flat.compute.itemsize) for flat in split)
         self.gathered_row_bytes = sum(aligned(flat.gathered_row_bytes) for flat in flats)
-        # Bytes of a reduction's slot: for gradients that are split or offloaded, and for encoded rows.
+        # Bytes in a reduction slot: for gradients that are split or offloaded, and for encoded rows.
         self.reduced_bytes = sum(aligned(flat.reduced_bytes) + aligned(flat.exchanged_bytes) for flat in flats)
 
 
 @dataclass(unsafe_hash=True)
 class Schedule:
-    """`order` is the forward's. `slot_of` has indices of `slot_bytes`; None is memory of the unit's own."""
+    """The schedule of a step. Units are named by index. `order` is that of the forward. `slot_of` has each unit's slot,
+    or None for its own memory. `before_*` and `after_step` are the units whose gathers start then."""
 
     units: tuple[UnitPlan, ...]
     order: tuple[int, ...]
@@ -78,13 +78,13 @@ class Schedule:
         self.num_ranks = units[0].flats[0].num_ranks
         self.position_of = {unit: position for position, unit in enumerate(order)}
         self.trainable_flats = [flat for unit in units for flat in unit.flats if flat.trainable]
-        # The units that run one after the other, none inside another.
+        # Units that contain no other unit: they run one after the other.
         self.leaves = tuple(at for at in order if not units[at].holds_units)
         # Units that hold others and whose weights the backward reads. Their backward begins before the others'.
         self.read_holders = tuple(at for at in order if units[at].holds_units and units[at].backward_reads)
         # Gradients are reduced in this order on every rank, whatever order they become ready in.
         self.reduce_order = tuple(at for at in reversed(order) if units[at].trainable)
-        # Sums of earlier micro-batches come back from the host, one at a time.
+        # Memory for gradient sums of earlier micro-batches, which are copied back from the host one flat at a time.
         returning = [flat for flat in self.trainable_flats if flat.grads_on_host and flat.depth_of_grads > 0]
         self.scratch_bytes = max((flat.num_grads * flat.reduce.itemsize for flat in returning), default=0)
         # A slot for the encoded rows of a gather in flight, and one for a reduction.
@@ -110,7 +110,7 @@ def make_schedule(units: Sequence[UnitPlan], order: Sequence[int], budget_bytes:
     before_backward: list[tuple[int, ...]] = [()] * len(units)
     for position, index in enumerate(order):
         before_forward[index] = (index, *_ahead(units, order[position + 1 :], num_slots - 1))
-        # The backward of a unit that holds others begins before theirs: too early to prefetch what comes after it.
+        # The backward of a unit that holds others begins before theirs: that is too early to prefetch other units.
         others = () if units[index].holds_units else _ahead(units, order[:position][::-1], num_slots - 1)
         before_backward[index] = tuple(other for other in (index, *others) if units[other].backward_reads)
     return Schedule(
@@ -125,7 +125,7 @@ def make_schedule(units: Sequence[UnitPlan], order: Sequence[int], budget_bytes:
 
 
 def _ahead(units: Sequence[UnitPlan], following: Sequence[int], num_leaves: int) -> tuple[int, ...]:
-    """The following units up to the last of `num_leaves` that hold no others: those that take slots."""
+    """The next units, until `num_leaves` of them hold no other unit: only those take slots."""
     found = []
     for unit in following:
         if num_leaves == 0:

@@ -14,13 +14,13 @@
     GATHERED  -- invalidate ----> STALE         an update has changed the master weights
     any       -- lose ----------> SHARDED       the memory is given back, or another unit takes the slot
 
-Two more facts come with the state. `rounded` are the flats that were gathered from encoded weights, which serve a
-forward and no backward. `copy_is_old` says that the copy at rest is older than the master weights, so that the next
-gather renews it first (STALE implies it; SHARDED may be either).
+Two more facts come with the state. `rounded` are the flats that were gathered from encoded weights: a forward may read
+them, a backward may not. `copy_is_old` says that the copy at rest is older than the master weights, so that the next
+gather renews it first. It is always true in STALE, and can be true or false in SHARDED.
 
-Who uses the weights: `num_computing` forwards and backwards of the unit run now, so its memory must stay;
-`forwards` are those that a backward may come back to; `is_lent` weights were used outside the unit's forward and
-stay gathered until the step. `version` counts updates: a forward belongs to the version that it ran with.
+Who uses the weights: `num_computing` is the number of forwards and backwards of the unit that run now; until it is 0
+the memory must stay. `forwards` are those that a backward may still run through. `is_lent`: the weights were used
+outside the unit's forward, and stay gathered until the step. `version` counts updates of the weights.
 
 The engine's `Gathers` is the only caller of the transitions on real memory. The planner's `step_events` makes the same
 ones without any memory, and so predicts every collective of a step exactly.
@@ -53,11 +53,11 @@ class FlatGather(NamedTuple):
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class ForwardCall:
-    """One forward of a unit that a backward may come back to, between two ticks of the engine's clock.
+    """One forward of a unit that a backward may still run through.
 
-    It lives as long as the autograd graph that can lead to it. `closed_in` is the number of the last backward that went
-    through it. It is spent when that backward did not retain the graph.
-    """
+    The engine's clock counts the begins and ends of forwards: `began` and `ended`. The object lives as long as the
+    autograd graph of the forward. `closed_in` is the number of the last backward that went through it; `is_spent` is
+    set if that backward did not retain the graph."""
 
     unit: int
     began: int
@@ -81,7 +81,7 @@ class UnitStatus:
     num_computing: int = 0
     began: int = 0  # the last forward, on the engine's clock
     forwards: list[Callable[[], ForwardCall | None]] = field(default_factory=list)
-    is_complete: bool = False  # no more gradients come to it in this backward
+    is_complete: bool = False  # it gets no more gradients in this backward
 
     # Questions.
 
@@ -103,7 +103,7 @@ class UnitStatus:
         return todo
 
     def live_forwards(self) -> list[ForwardCall]:
-        """Forwards that a backward may still come to."""
+        """Forwards that a backward may still run through."""
         if not self.forwards:
             return []
         found = [call for call in [ref() for ref in self.forwards] if call is not None and not call.is_spent]
@@ -113,7 +113,7 @@ class UnitStatus:
     # Transitions.
 
     def start_gather(self, pass_: Pass) -> list[FlatGather]:
-        """Become GATHERING for a pass; returns the flats to gather. Another unit in the slot is lost."""
+        """Become GATHERING for a pass; returns the flats to gather. Another unit in the slot becomes SHARDED."""
         if self.slot is not None:
             other = self.slots.get(self.slot)
             if other is not None and other is not self:
@@ -133,7 +133,7 @@ class UnitStatus:
         self.weights = Weights.GATHERED
 
     def invalidate(self) -> None:
-        """Note that the trained master weights have changed; frozen ones have not."""
+        """Note that an update has changed the trainable master weights. Frozen ones have not changed."""
         self.copy_is_old = True
         if self.weights is not Weights.SHARDED:
             self.weights = Weights.STALE
@@ -147,7 +147,7 @@ class UnitStatus:
             del self.slots[self.slot]
 
     def move(self, plan: UnitPlan, slot: int | None) -> None:
-        """Take another place in the schedule, or memory of its own (slot None). Nothing is gathered there yet."""
+        """Take the plan and the slot of a new schedule (None: memory of its own). Nothing is gathered there yet."""
         self.lose()
         self.plan, self.slot = plan, slot
 
@@ -162,7 +162,7 @@ def statuses_of(schedule: Schedule) -> list[UnitStatus]:
 
 
 def snapshot(statuses: list[UnitStatus]) -> list[tuple[object, ...]]:
-    """The contents of gathered memory, for comparisons; a gather in flight counts as done."""
+    """The states of all units, to be compared; a gather in flight counts as done."""
     return [
         (
             Weights.GATHERED if status.weights is Weights.GATHERING else status.weights,

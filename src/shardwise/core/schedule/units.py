@@ -1,9 +1,9 @@
 """Finding the units of a model: the sets of parameters that are gathered and reduced together.
 
-A unit is a module with the parameters below it that belong to no unit deeper down; the root takes what
-is left. A parameter used in several units belongs to the nearest unit above all its uses.
+A unit is a module with the parameters inside it that belong to no unit deeper in the tree; the root unit takes the
+others. A parameter used in several units belongs to the nearest unit that contains all its uses.
 
-Units are the blocks that a model repeats. The large parts of a very large block (a layer of many experts) are units of
+The blocks that a model repeats are units. The large parts of a very large block (a layer of many experts) are units of
 their own; the block keeps the rest, such as norms and a router. Large modules outside the blocks are units, too.
 """
 
@@ -36,7 +36,7 @@ def find_units(model: nn.Module, units: Units = "auto") -> list[UnitSpec]:
         owned[max(around, key=len)].append(param)
     found = []
     if any(owned[path] for path in paths[1:]):
-        # Registered on the model itself, where a loss may use them.
+        # Parameters that are registered on the model itself: a loss may use them.
         own = [param for param in owned[""] if all(not site.module for site in param.sites)]
         small = [param for param in own if param.num_elems <= SMALL_ELEMS]
         if small:
@@ -77,7 +77,7 @@ def _params(model: nn.Module) -> list[Param]:
 
 
 def _is_sharded(name: str, param: nn.Parameter) -> bool:
-    """Frozen integers, complex numbers and quantised tensors of other libraries stay whole on every rank."""
+    """True for dense floating point. Other tensors, such as integers, stay whole on every rank and must be frozen."""
     kind = type(param.data)
     is_plain = kind is Tensor and param.layout == torch.strided
     if isinstance(param, UninitializedParameter):
@@ -122,7 +122,7 @@ def find_blocks(model: nn.Module) -> list[str]:
 
 
 def modules_of_class(model: nn.Module, classes: Sequence[str | type[nn.Module]], option: str) -> list[str]:
-    """The paths of modules of these classes; `option` is its name in errors."""
+    """The paths of modules of these classes; errors name the setting `option`."""
     names = {cls if isinstance(cls, str) else cls.__name__ for cls in classes}
     present = {type(module).__name__ for module in model.modules()}
     for name in sorted(names - present):
@@ -168,7 +168,7 @@ def _large_parts(model: nn.Module, blocks: list[str]) -> list[str]:
 
 
 def _large_leftovers(model: nn.Module, blocks: list[str]) -> list[str]:
-    """Modules outside the blocks, such as embeddings and heads, that are large or hold at least half a block."""
+    """Modules outside the blocks, such as embeddings and heads, with enough elements of their own to be units."""
     if not blocks:
         return []
     least = least_outside(max(_num_elems(model.get_submodule(path)) for path in blocks))
@@ -185,7 +185,7 @@ def _num_elems(module: nn.Module) -> int:
 
 
 def _by_size(model: nn.Module, threshold_elems: int) -> list[str]:
-    """Every module, deepest first, that has at least the threshold of parameters that are in no unit yet."""
+    """From the deepest modules up: a module is a unit if it has at least this many elements that are in no unit yet."""
     found: list[str] = []
     taken: set[nn.Parameter] = set()
     for path, module in sorted(_callables(model), key=lambda each: -each[0].count(".")):

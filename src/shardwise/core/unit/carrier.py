@@ -1,7 +1,7 @@
 """Moves of a flat's bytes: from rank to rank, hop by hop and in place, and between device and host.
 
-Gathers and reductions both use it; nothing else starts a collective on a flat. Where a flat is sent encoded, `rows` is
-memory for the encoded bytes. A hop over one rank moves nothing, and encodes nothing.
+Gathers and reductions use the `Carrier` of a flat; nothing else starts a collective on it. If a flat is sent encoded,
+`rows` is memory for the encoded bytes. A hop over one rank moves and encodes nothing.
 """
 
 from collections.abc import Sequence
@@ -54,8 +54,8 @@ class Carrier:
         rows: Tensor | None = None,
         out: Tensor | None = None,
     ) -> list[Step]:
-        """The collectives of `hops` on `buffer`, which holds the span at `depth`, in their order. With `out`, a single
-        hop scatters all of `buffer` and leaves this rank's part of the sum there."""
+        """The functions that start the collectives of `hops`, in order. `buffer` holds the span at `depth`. With `out`
+        there must be one hop, a reduce-scatter of all of `buffer`, and this rank's part of the sum goes to `out`."""
         spans, name = self._flat.spans, self.unit_name
         steps: list[Step] = []
         for hop in hops:
@@ -81,7 +81,8 @@ class Carrier:
             finish(step())
 
     def _start_encoded(self, part: Tensor, hop: Hop, channel: Channel, scratch: Tensor, out: Tensor) -> InFlight:
-        """Start to sum this rank's part of `part` over the ranks into `out`, or to average it if the channel does."""
+        """Start an encoded reduce-scatter: sum `part` over the ranks (or average it, if the channel does). This rank's
+        part of the result goes to `out`."""
         codec, sent, received = self._rows_in(scratch, part, channel)
         if hop in self.lost:
             part.add_(self.lost[hop])
@@ -95,7 +96,7 @@ class Carrier:
 
         flight.then = sum_rows
         if codec.has_feedback:
-            # Save the encoding error for the next gradient. Values that are not finite are sent as such: no error.
+            # Save the encoding error for the next gradient. Values that are not finite have the error 0.
             if hop not in self.lost:
                 self.lost[hop] = torch.empty(part.numel(), dtype=LOST.torch, device=part.device)
             decode(codec, sent, self.lost[hop])
@@ -103,7 +104,7 @@ class Carrier:
         return flight
 
     def _start_gather_of_sums(self, part: Tensor, channel: Channel, scratch: Tensor) -> InFlight:
-        """Start, after the reduce-scatter of `part`, to gather its parts: the same bits on every rank."""
+        """Start to gather the sums after a reduce-scatter of `part`. Every rank decodes the same bits."""
         codec, rows, _ = self._rows_in(scratch, part, channel)
         own = part.view(channel.num_ranks, -1)[channel.index]
         encode(codec, own, rows[channel.index :][:1], self.next_seed())
@@ -112,8 +113,7 @@ class Carrier:
         return flight
 
     def _rows_in(self, scratch: Tensor, part: Tensor, channel: Channel) -> tuple[Codec, Tensor, Tensor]:
-        """The codec, and the rows of a reduction in scratch memory: those that are sent, and those that are received.
-        They are in use until the collective is finished."""
+        """The codec, and views of scratch memory, in use until the collective is finished: rows to send, to receive."""
         codec = self._flat.grads_codec
         assert codec is not None
         size = channel.num_ranks * encoded_bytes(codec, part.numel() // channel.num_ranks)
@@ -126,7 +126,7 @@ class Carrier:
         return hash((self._num_encoded, *self._flat.axis_indices))
 
     def row_steps(self, rows: Tensor, hops: Sequence[Hop], channels: Channels) -> list[Step]:
-        """The collectives of `hops` on all the rows that a flat's masters are encoded to."""
+        """The functions that start the collectives of `hops` on `rows`: each row is one rank's encoded master."""
         flat, codec = self._flat, self._flat.params_codec
         assert codec is not None
         steps: list[Step] = []
@@ -138,7 +138,7 @@ class Carrier:
         return steps
 
     def copy(self, target: Tensor, source: Tensor) -> None:
-        """Copy, and count bytes that pass between device and host."""
+        """Copy, and count the bytes if they move between device and host."""
         target.copy_(source, non_blocking=True)
         if self._offloaded is not None:
             memory = self._offloaded.memory

@@ -4,9 +4,9 @@ empty     nothing is there.
 local     `grads` is a sum over micro-batches, and over the ranks of the axes down to its depth.
 final     `final` is the mean over all ranks: what the optimizer reads.
 
-empty, final -- open ------------> (unchanged; a final gradient becomes local again)
+final        -- open ------------> local      empty and local gradients stay what they are
 empty, local -- start_reduction -> local      the collectives are in flight
-local        -- finish_reduction > final      unless the micro-batch was not the last one
+local        -- finish_reduction > final      only after the last micro-batch
 any          -- forget ----------> empty, or final with zeros
 """
 
@@ -28,17 +28,17 @@ from .carrier import Carrier, Channels
 
 # A flat's memory in a reduction slot: for its gradient (`Flat.reduces_in_slot`), and for encoded rows.
 Room = tuple[Tensor | None, Tensor | None]
-# The size of pieces on a CPU: they stay in its cache.
+# Pieces of this size stay in the cache of a CPU.
 CACHED_ELEMS = 1 << 17
 
 
 @dataclass(frozen=True, slots=True)
 class GradScale:
-    """Factors of gradients before and after their sum, which make it the mean over ranks.
+    """Factors that turn the sum over ranks into the mean; `before` and `after` say when they are applied.
 
-    If the communicator can average, it takes the mean. If not, gradients are scaled as they are copied into the buffer,
-    where that costs no extra pass (equal dtypes) or their sum could overflow; else the final part is scaled after the
-    sum. The final part is also divided by the loss scale, so a final gradient is never scaled.
+    If the communicator can average, it computes the mean. If not, gradients are scaled while they are copied into the
+    buffer, if that costs no extra pass (equal dtypes) or their sum could overflow; otherwise the final part is scaled
+    after the sum. The final part is also divided by the loss scale, so the optimizer never sees a loss scale.
     """
 
     before: float = 1.0
@@ -63,8 +63,8 @@ def sum_of_squares(row: Tensor) -> Tensor:
 
 
 class Gradient:
-    """The gradient of one flat. `held` maps the parameters in the final part to their places in it; `on_host` is memory
-    on the host for it, where the host updates. The engine sets `scale`."""
+    """The gradient of one flat. `held` maps the parameters in the final part to their places in it. `on_host` is memory
+    on the host for it, if the host runs the update. The engine sets `scale`."""
 
     def __init__(
         self, flat: Flat, device: torch.device, carrier: Carrier, held: Mapping[int, slice], on_host: Tensor | None
@@ -81,21 +81,22 @@ class Gradient:
         self.grads: Tensor | None = None
         self.final: Tensor = torch.empty(0, dtype=flat.reduce.torch, device=device)
         self._final_views: dict[int, Tensor] = {}
-        # For a final gradient that goes to the host: its sum of squares, and a clipping factor that is not applied yet.
+        # For a gradient that goes to the host: its sum of squares and a clipping factor that is not applied yet, if it
+        # is final; and (target, source) of the copy that is due.
         self.square: Tensor | None = None
         self.clipped_by: Tensor | None = None
         self.leaving: tuple[Tensor, Tensor] | None = None
-        # During a backward: the memory for each parameter's gradient, and whether it holds something to add to; the
-        # paddings, the buffer that all of this lies in, and memory for encoded rows.
+        # During a backward: memory for each parameter's gradient, and whether it holds a sum to add to; paddings; the
+        # buffer that contains these; memory for encoded rows.
         self.places: tuple[Tensor, ...] | None = None
         self.written: list[bool] = []
         self._paddings: tuple[Tensor, ...] = ()
         self._buffer: Tensor | None = None
         self._rows: Tensor | None = None
-        # The views of each buffer that a backward may write, one for each parameter, and those of the padding: of a
-        # reduction slot, by its number, or (None) of `grads`.
+        # Views of each buffer that a backward may write (key: number of a reduction slot, or None for `grads`): one
+        # for each parameter, and those of the padding.
         self._places_in: dict[int | None, tuple[tuple[Tensor, ...], tuple[Tensor, ...]]] = {}
-        # The collectives in flight, the part of the buffer in which they leave the result, and whether it is final.
+        # The collectives in flight, the memory that will hold the result, and whether the result is final.
         self._in_flight: tuple[HopChain, Tensor, bool] | None = None
         # Where this rank's part lies in the whole buffer, and `final` in `grads`.
         span = flat.spans[min(flat.depth_of_grads, flat.depth_of_master)]
@@ -127,11 +128,10 @@ class Gradient:
     # A backward writes.
 
     def open(self, slot: int | None, room: Room) -> None:
-        """Choose the memory for the gradients of a backward, which the collective reads.
+        """Choose the memory that a backward writes its gradients to. The collectives then read it.
 
-        That is `grads` itself if it holds whole gradients on the device: new ones are added to those in it. Else it is
-        the room in a slot, whose old contents are ignored.
-        """
+        It is `grads` itself if that holds whole gradients on the device: new ones are added to it. Otherwise it is the
+        flat's room in a reduction slot, whose old contents are ignored."""
         if self.stage == "final":
             self.apply_clip()
             self._make_local()
@@ -151,20 +151,20 @@ class Gradient:
         self.written = [adds] * len(self.places)
 
     def put(self, index: int, rows: Tensor, inputs: Tensor) -> None:
-        """Write the gradient of a linear layer's weight, rows' x inputs, into its open place: (n, out) and (n, in)."""
+        """Write the gradient of a linear layer's weight: `rows.T @ inputs`, with shapes (n, out) and (n, in)."""
         assert self.places is not None
         place, beta, alpha = self.places[index], float(self.written[index]), self.scale.before
         if place.dtype == rows.dtype:
             torch.addmm(place, rows.t(), inputs, beta=beta, alpha=alpha, out=place)
         elif beta == 0.0 and alpha == 1.0:
-            # The product is summed in fp32 anyway: here it is never rounded to the compute dtype.
+            # The matrix product accumulates in fp32; this way it is never rounded to the compute dtype.
             torch.mm(rows.t(), inputs, out_dtype=place.dtype, out=place)
         else:
             torch.ops.aten.addmm.dtype_out(place, rows.t(), inputs, place.dtype, beta=beta, alpha=alpha, out=place)
         self.written[index] = self.used[index] = True
 
     def _close(self, taken: Sequence[Tensor | None]) -> None:
-        """Add the gradients that autograd left on the compute parameters to those that were put. Close the places."""
+        """Write the gradients that autograd left on the compute parameters, or add them to those that `put` wrote."""
         assert self.places is not None
         # Padding takes part in sums and norms: it must be zero, whatever another unit or an overflow left there.
         empty = list(self._paddings)
@@ -202,10 +202,10 @@ class Gradient:
     def start_reduction(
         self, taken: Sequence[Tensor | None], is_sync: bool, channels: Channels, scratch: Callable[[int], Tensor]
     ) -> HopChain:
-        """Close the open places with the gradients that autograd left, and start to reduce.
+        """Write the gradients that autograd left (`taken`), and start the first hop of the reduction.
 
-        `scratch` is memory for sums of earlier micro-batches that come back from the host. Only a first hop is started
-        here. `taken` must be held until it has been copied.
+        `is_sync`: this is the last micro-batch. `scratch` gives memory for sums of earlier micro-batches that are
+        copied back from the host. The caller keeps `taken` alive until it has been copied.
         """
         flat, carrier, journey, buffer, rows = self.flat, self.carrier, HopChain(), self._buffer, self._rows
         assert buffer is not None
@@ -231,7 +231,7 @@ class Gradient:
         return journey
 
     def _add_to_rest(self, part: Tensor, is_first: bool, scratch: Callable[[int], Tensor]) -> None:
-        """Add sums over the ranks to those of earlier micro-batches. Sums on the host are added on the device."""
+        """Add `part`, summed over ranks, to earlier micro-batches. Sums on the host are copied to the device first."""
         assert self.grads is not None
         if self.flat.grads_on_host:
             if not is_first:
@@ -264,7 +264,7 @@ class Gradient:
         self._become_final(part)
 
     def _become_final(self, part: Tensor) -> None:
-        """Make the gradient final. `part` has the sum: it is `grads`, or on the device if `grads` is on the host."""
+        """Make the gradient final. `part` has the sum: it is `grads`, or device memory if `grads` is on the host."""
         final = self.final if part is self.grads else part[self._final_in_grads]
         self.scale.apply(final)
         self.stage = "final"
@@ -286,7 +286,7 @@ class Gradient:
         self.stage = "local"
 
     def set_final(self, part: Tensor, used: Sequence[bool]) -> None:
-        """Set the mean over all ranks from outside, while no update reads the last one."""
+        """Set the final gradient from outside. No update may be reading the old one."""
         self.fetch()
         self.final_at_hand.copy_(part)
         self.square = self.clipped_by = None
@@ -296,7 +296,7 @@ class Gradient:
     # To the host.
 
     def leave(self) -> None:
-        """Copy the gradient to the host, if it is due there; call `take_square` next."""
+        """Start the copy of the gradient to the host, if one is due; call `take_square` next."""
         if self.leaving is not None:
             self.carrier.copy(*self.leaving)
 
@@ -307,7 +307,7 @@ class Gradient:
         self.leaving = None
 
     def forget(self, zeros: bool, gives_back: bool) -> None:
-        """Clear the gradient. With `zeros`, a gradient that exists becomes zero, with which momenta still change."""
+        """Clear the gradient. With `zeros`, an existing gradient becomes zero: updates still change moments."""
         is_zero = zeros and self.stage != "empty"
         self.square = self.clipped_by = None
         if is_zero and self.grads is not None:
@@ -339,7 +339,7 @@ class Gradient:
         return {index: row.view(flat.params[index].shape) for index, row in rows.items()}
 
     def apply_clip(self) -> None:
-        """Multiply a gradient on the host, which no update reads now, by its clipping factor."""
+        """Multiply a gradient on the host by its clipping factor. No update may be reading it."""
         if self.clipped_by is not None:
             self.final_at_hand.mul_(self.clipped_by.to(self.final_at_hand.device))
             self.square = self.clipped_by = None

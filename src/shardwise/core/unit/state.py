@@ -24,7 +24,7 @@ _HARMLESS = {"__get__", "untyped_storage", "size", "numel", "dim", "element_size
 
 
 class StandIn(Tensor):
-    """Stand-in for the gradient of a user's parameter, which lies in a flat shard; using it raises."""
+    """Stand-in for the gradient of a user's parameter. The gradient lies in a flat shard; using this raises."""
 
     why = (
         "gradients lie in flat shards, not in param.grad: step the optimizer that sw.shard returned (give it all of "
@@ -77,7 +77,7 @@ class FlatState:
         elif self._rows.on_disk:
             self.master = OnDisk.like((flat.num_master,), flat.master.torch)
         else:
-            # `.data` has a version counter of its own: updates by the host's thread are no changes from outside.
+            # `.data` has its own version counter, so updates by the host's thread are not taken for the user's.
             self.master = self._rows.tensors[MASTER].data
         self.rest: Tensor | None = None if self.offloaded is None else self.offloaded.rest
         if flat.copy_is_encoded:
@@ -110,7 +110,7 @@ class FlatState:
             self.resting_params.append(nn.Parameter(part, requires_grad=flat.trainable))
         # The user's own Parameter objects: modules and optimizers have these between steps.
         self.user_params: list[nn.Parameter] = []
-        # A single number. They are expanded views of it, and so need no memory.
+        # One number. The user's parameters are expanded views of it, so they need no memory.
         self.blank = torch.zeros((), dtype=flat.compute.torch, device=device)
 
     def read_master(self) -> Tensor:
@@ -122,7 +122,7 @@ class FlatState:
         return self.master[where] if self._rows is None else self._rows.part(MASTER, where)
 
     def fill_master(self, where: slice, fill: Callable[[Tensor], object]) -> None:
-        """Set elements of the master from outside, if possible in place; call `publish` once all are set."""
+        """Let `fill` set elements of the master, in place if not on disk; call `publish` once all are set."""
         if self._rows is None or not self._rows.on_disk:
             fill(self.master[where])
             return
@@ -137,16 +137,16 @@ class FlatState:
             self.fill_master(self.held[index], lambda row: row.copy_(part))
 
     def slice_of(self, index: int) -> slice:
-        """The place of this rank's part in a parameter, as a row."""
+        """The place of this rank's part in the flattened parameter."""
         interval = self.flat.intervals[index]
         return interval.overlap(self._own).within(interval)
 
     def part_of(self, index: int, value: Tensor) -> Tensor:
-        """This rank's part of a whole tensor that is shaped like a parameter, as a row."""
+        """This rank's part, flattened, of a whole tensor that is shaped like a parameter."""
         return value.detach().reshape(-1)[self.slice_of(index)]
 
     def publish(self, moves: Moves | None = None) -> None:
-        """Renew the copies of a changed master on the host or on disk. `moves` counts the bytes."""
+        """Renew the copies on the host or on disk after the master has changed. `moves` counts the bytes."""
         if self.offloaded is None:
             return
         if self.offloaded.updated is not None:
@@ -172,8 +172,8 @@ class FlatState:
     def start_gather(self, is_stale: bool, staged: Tensor | None, rows: Tensor | None, channels: Channels) -> HopChain:
         """Start to gather the masters of all ranks into `whole`.
 
-        `staged` holds the bytes that were read from disk. `rows` is memory for encoded bytes in flight, if the flat is
-        sent encoded: once, whatever the number of hops. Every rank computes with decoded values, of its own part too.
+        `staged` holds the bytes that were read from disk. If the flat is sent encoded, `rows` is memory for the encoded
+        bytes. They are encoded once for all hops. Every rank computes with decoded values, also for its own part.
         """
         flat, carrier, journey, route = self.flat, self.carrier, HopChain(), self.flat.route(is_stale)
         at_rest, codec = self.whole[self._rest_in_whole], None if rows is None else flat.params_codec
@@ -204,14 +204,14 @@ class FlatState:
             if target != "disk":
                 self.carrier.copy(self._buffer(target, staged, at_rest), values)
                 continue
-            # Only if the optimizer is split further than the parameters.
+            # Here only if the optimizer is split further than the parameters.
             assert self.offloaded is not None
             values, moves = values.cpu(), self.offloaded.memory.moves
             moves.add("to_host", values.nbytes)
             self.offloaded.start_writing(values, 0, moves).wait()
 
     def _buffer(self, name: Buffer, staged: Tensor | None, at_rest: Tensor) -> Tensor:
-        """The tensor for a buffer's name in a route."""
+        """The tensor that a route calls `name`."""
         if name == "own":
             return self._own_part
         if name == "updated":
@@ -270,7 +270,7 @@ class Unit:
         torch._C._autograd._unsafe_set_version_counter(self._compute_params, (version,) * len(self._compute_params))
 
     def was_written(self, version: int) -> bool:
-        """True if a forward changed its own compute parameters, and the change would be lost or stay on this rank."""
+        """True if a forward changed the compute parameters, and the change would be lost or stay on this rank only."""
         changed = [state for state in self.states for param in state.compute_params if param._version != version]
         return bool([state for state in changed if not state.flat.master_is_whole or state.flat.num_ranks > 1])
 

@@ -4,12 +4,12 @@
 the weight, and no memory. So old references, parameter lists and optimizer groups stay valid. Every operation on it
 passes `UserParameter.__torch_function__`, which has four answers:
 
-    described  shape, dtype, device, ...: answered by the object itself.
-    served     by another tensor in its place: the compute parameter while the model computes, the weight itself inside
-               `sw.whole`, the master where this rank holds all of it.
+    described  shape, dtype, device, ...: the object answers itself.
+    served     the operation runs on another tensor: the compute parameter while the model computes, the weight itself
+               inside `sw.whole`, the master where this rank holds all of it.
     in parts   elementwise operations on a weight that is split work on this rank's part (`ShardTensor`), so that moving
                averages and weight clipping run on every layout.
-    refused    everything else, with the line to write instead.
+    refused    everything else raises an error that says what to write instead.
 
 Compute parameters are plain tensors, so a training step does not go through any of this.
 """
@@ -27,7 +27,7 @@ from .state import FlatState, OnDisk, StandIn
 
 
 class Lender(Protocol):
-    """The engine, as the user's parameters see it."""
+    """The part of the engine that the user's parameters call."""
 
     @property
     def is_computing(self) -> bool: ...
@@ -37,14 +37,14 @@ class Lender(Protocol):
 
 
 class Place:
-    """The place of a user's parameter in its flat. `shown` is used in its place inside `sw.whole`."""
+    """The place of a user's parameter in its flat. Inside `sw.whole`, operations run on `shown` instead."""
 
     def __init__(self, state: FlatState, index: int) -> None:
         self.state, self.index = state, index
         self.name = state.flat.params[index].name
         self.shape = torch.Size(state.flat.params[index].shape)
         self.resting, self.compute = state.resting_params[index], state.compute_params[index]
-        self.cut = (self.shape, state.slice_of(index))  # equal for two parts of the same elements
+        self.cut = (self.shape, state.slice_of(index))  # equal if two parts have the same elements
         self.lender: Lender | None = None
         self.shown: nn.Parameter | None = None
 
@@ -98,8 +98,8 @@ def _describes(func: Any) -> bool:
 class ShardTensor(Tensor):
     """This rank's part of a tensor that is shaped like a parameter.
 
-    Elementwise operations work on it, with tensors that are cut alike, with numbers, and with whole tensors of its
-    shape, of which each rank takes its part. `is_master`: it shares memory with the weight.
+    Elementwise operations combine it with tensors that are split in the same way, with numbers, and with whole tensors
+    of its shape, of which each rank takes its part. `is_master`: it shares memory with the weight.
     """
 
     place: Place
@@ -221,7 +221,7 @@ class UserParameter(nn.Parameter):
 
 
 def adopt(original: nn.Parameter, place: Place) -> None:
-    """Make the user's own Parameter stand for a weight at a place, and free its old memory."""
+    """Turn the user's Parameter into a `UserParameter` for the weight at `place`, and free its old memory."""
     blank = place.state.blank.expand(place.shape)
     with torch.no_grad():
         original.grad = None
@@ -232,7 +232,7 @@ def adopt(original: nn.Parameter, place: Place) -> None:
     original.__class__ = UserParameter
     user: Any = original
     user.place = place
-    # Move hooks to the compute parameter, where gradients come. The dicts are shared, so that handles still work.
+    # Move hooks to the compute parameter, which gets the gradients. The dicts are shared, so that handles still work.
     with torch._C.DisableTorchFunctionSubclass():
         hooks, after = original._backward_hooks, original._post_accumulate_grad_hooks
         if hooks:
@@ -242,7 +242,7 @@ def adopt(original: nn.Parameter, place: Place) -> None:
     place.compute.requires_grad_(original.requires_grad)
 
 
-# They read only the shape of the second tensor.
+# Functions that read only the shape of the second tensor.
 _SHAPED_LIKE = frozenset({"view_as", "expand_as", "reshape_as"})
 _NEVER = frozenset({"resize_", "resize_as_", "share_memory_", "apply_", "map_", "__setstate__"})
 
@@ -254,7 +254,7 @@ def _serve(func: Any, args: Any, kwargs: Any) -> Any:
     if func.__name__ in _NEVER:
         user = next(tensor for tensor in tree_leaves((args, kwargs)) if isinstance(tensor, UserParameter))
         refuse(user.place.name, f"belongs to a sharded model, which {func.__name__} would break")
-    is_initialising = getattr(func, "__module__", "") == nn.init.__name__  # without gradients, whoever calls it
+    is_initialising = getattr(func, "__module__", "") == nn.init.__name__  # nn.init disables gradients itself
     if torch.is_grad_enabled() and not is_initialising and any(target.requires_grad for target in targets):
         raise RuntimeError("a leaf Variable that requires grad is being used in an in-place operation.")
     for target in targets:
@@ -298,7 +298,7 @@ def _grad(param: Any) -> Tensor | None:
     if place.shown is not None:
         return place.shown.grad
     if place.compute.grad is not None:
-        return place.compute.grad  # during a backward: this rank's own
+        return place.compute.grad  # during a backward: the gradient of this rank alone
     gradient = place.state.gradient
     if gradient.stage == "empty" or not gradient.used[place.index]:
         return None

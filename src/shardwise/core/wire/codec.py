@@ -3,9 +3,9 @@
     kind[:block][:asymmetric][:stochastic][:feedback][:forward]     int8, int4:128, int8:512:asymmetric, e4m3:64:forward
 
 A buffer of encoded elements has up to three parts: the payload; one fp32 scale for each block of elements; and for an
-asymmetric codec one fp32 minimum for each block. Every part starts, and the buffer ends, at a multiple of 16 bytes, so
-that buffers in a row can be viewed in their dtype and be read in the widest steps; the padding is zero. Kinds without
-scales consist of their payload.
+asymmetric codec one fp32 minimum for each block. Every part starts, and the buffer ends, at a multiple of 16 bytes.
+So parts of buffers that follow each other can be viewed in their dtype and read with the widest loads. The padding is
+zero. Kinds without scales have only a payload.
 
 `reference_codecs.py` encodes and decodes; this file has what planning needs, without torch.
 """
@@ -42,8 +42,8 @@ _INTEGERS = ("int8", "int4")
 
 @dataclass(frozen=True, slots=True)
 class Codec:
-    """`block` elements share a scale. Symmetric codes cover -absmax to absmax, asymmetric ones minimum to maximum.
-    Stochastic rounding is right on average; rounding to the nearest code has the smaller error. With feedback, the
+    """A way to encode. `block` elements share a scale. Symmetric codes cover -absmax to absmax, asymmetric ones minimum
+    to maximum. Stochastic rounding is right on average; rounding to nearest has the smaller error. With feedback, the
     encoding rank saves the error and adds it to the next values. Forward only: a backward gets exact parameters."""
 
     kind: Kind
@@ -127,7 +127,7 @@ def parts(codec: Codec, num_elems: int) -> Parts:
 
 
 def encoded_bytes(codec: Codec | str, num_elems: int, dtype: DTypeLike | None = None) -> int:
-    """The bytes that `reference_codecs.encode` fills. Without encoding, elements have the size of `dtype`."""
+    """The bytes that `reference_codecs.encode` writes. For `as_is`, elements have the size of `dtype`."""
     codec = parse(codec) if isinstance(codec, str) else codec
     if codec.kind != AS_IS:
         return parts(codec, num_elems).total_bytes
@@ -136,7 +136,7 @@ def encoded_bytes(codec: Codec | str, num_elems: int, dtype: DTypeLike | None = 
 
 
 def seed_words(seed: int) -> tuple[int, int]:
-    """Two unrelated signed 32-bit words for any seed: neighbouring seeds must not give neighbouring numbers.
+    """Two unrelated signed 32-bit words from a seed: neighbouring seeds must not give similar words.
     (The finaliser of splitmix64.)"""
     mixed = (seed + 0x9E3779B97F4A7C15) % 2**64
     mixed = (mixed ^ mixed >> 30) * 0xBF58476D1CE4E5B9 % 2**64

@@ -1,12 +1,12 @@
 """A check that every rank starts its collectives in the same order, made before each collective.
 
 A communicator pairs the n-th collective of one rank with the n-th of every other, whatever they are: two that differ
-end in an abort, a hang, or wrong numbers. So every collective is checked here first. If it is the one that came at this
-place the last time, on every rank, it starts at once. Any other is announced: it starts when all ranks have announced
-the same, and never if one of them went on with something else.
+end in an abort, a hang, or wrong numbers. So every collective is checked here first. If it is the one that all ranks
+started at this place the last time, it starts at once. Any other is announced to the other ranks: it starts when all
+of them have announced the same, and raises an error if one of them has started something else.
 
-The next collective is remembered by place. Phases (a forward, a backward, a step) are part of the order as soon as a
-collective follows. The last phases and the events since then name a place, so every step passes the same places.
+A place is named by the last phases (a forward, a backward, a step) and the collectives since then, so every step passes
+the same places. Each place remembers the collective that came next. A phase without collectives does not count.
 """
 
 from collections import deque
@@ -21,7 +21,7 @@ MOST_PLACES = 50_000
 
 
 class _Place:
-    """A place in the order: `expected` comes next, and leads to `then`."""
+    """A place in the order: `expected` came next the last time, and leads to `then`; `others` are all events so far."""
 
     __slots__ = ("expected", "others", "then")
 

@@ -4,11 +4,11 @@
 wait for it, then runs the work that follows, such as decoding. The record keeps the buffer alive until then. On an axis
 of one rank nothing is queued. This module does not know what a parameter is.
 
-Encoded, a buffer of N equal parts is N rows of bytes, one for each part, each encoded by itself; so a part of the
-buffer is made of whole rows. Rows are gathered over one axis after the other, and decoded once, at the end. A reduction
-sends every rank the rows of its own part (an all-to-all), decodes the rows of all ranks and sums them in fp32: there is
-one encoding for each hop, and no rank receives more than it needs. A sum that every rank needs is encoded once more and
-gathered. `Carrier` encodes and decodes.
+A buffer of N equal parts is encoded as N rows of bytes, each part separately, so a rank's part is made of whole rows.
+Rows are gathered over one axis after the other, and decoded once, at the end. A reduction sends every rank the rows of
+its own part (an all-to-all), decodes the rows of all ranks and sums them in fp32: values are encoded once for each hop,
+and no rank receives more than it needs. A sum that every rank needs is encoded once more and gathered. `Carrier`
+encodes and decodes.
 """
 
 from collections import deque
@@ -28,8 +28,8 @@ from .codec import Codec
 from .ledger import Call, Kind, Ledger, describe_call
 from .rank_watch import SLICE, Watch
 
-# The groups' own methods: the functions of torch.distributed around them cost a dozen Python calls each. torch 2.13
-# renamed the flat collectives; 2.11 has only the older names.
+# Methods of a process group are called directly: the functions of torch.distributed around them cost a dozen Python
+# calls each. torch 2.13 renamed the flat collectives; 2.11 has only the older names.
 _ALL_GATHER, _REDUCE_SCATTER, _ALL_TO_ALL = (
     ("all_gather_single", "reduce_scatter_single", "all_to_all_single")
     if "all_gather_single" in dir(dist.ProcessGroup)
@@ -62,10 +62,10 @@ class Channel:
     ledger: Ledger
     # True if the communicator can compute means instead of sums.
     averages: bool = False
-    # The watch over ranks that wait here, and the number of the mesh, whose collectives are checked for order; or None.
+    # The watch finds ranks that wait forever. `mesh` is the number of the mesh; if None, the order is not checked.
     watch: Watch | None = None
     mesh: int | None = None
-    # The time limit if one rank may be busy with a disk while the others wait here; 0: the usual limit.
+    # The time limit of a wait here if another rank may be busy with its disk; 0: the usual limit.
     patience_s: float = 0.0
 
 
@@ -86,7 +86,7 @@ Step = Callable[[], InFlight]
 
 
 class HopChain:
-    """A sequence of collectives and of work between them; each starts when the one before it is finished."""
+    """A sequence of collectives (`go`) and work between them (`do`); each starts when the one before is finished."""
 
     def __init__(self) -> None:
         self._todo: deque[Callable[[], InFlight | None]] = deque()
@@ -146,7 +146,7 @@ def start_reduce_scatter(channel: Channel, buffer: Tensor, what: str, out: Tenso
 
 
 def start_all_reduce(channel: Channel, buffer: Tensor, what: str, sums: bool = False) -> InFlight:
-    """Sum `buffer` over the ranks, on every rank; or average it, if the channel does and `sums` is False."""
+    """Sum `buffer` over the ranks, on every rank. If the channel averages, compute the mean, unless `sums` is True."""
     flight = InFlight("all_reduce", channel, what, buffer)
     return _start(flight, "allreduce", [buffer], _ALL_REDUCE[channel.averages and not sums])
 
@@ -158,13 +158,13 @@ def start_gather_of_rows(channel: Channel, rows: Tensor, codec: Codec, what: str
 
 
 def start_exchange_of_rows(channel: Channel, sent: Tensor, received: Tensor, codec: Codec, what: str) -> InFlight:
-    """Send every rank the row of its part: this rank receives its own part of each rank's buffer, in their order."""
+    """Send every rank the row of its part (an all-to-all), and receive this rank's part of each rank's buffer."""
     flight = _flight_of_rows("reduce_scatter", channel, sent, codec, what)
     return _start(flight, _ALL_TO_ALL, received.view(-1), flight.buffer, [], [], _EXCHANGE)
 
 
 def _flight_of_rows(kind: Kind, channel: Channel, rows: Tensor, codec: Codec, what: str) -> InFlight:
-    """A collective of rows, which the ledger counts under the codec's name."""
+    """The record of a collective of rows. The ledger counts it under the codec's name."""
     call = Call(kind, channel.axis, str(codec), rows.nbytes, channel.num_ranks)
     return InFlight(kind, channel, what, rows.view(-1), call=call)
 
@@ -191,14 +191,14 @@ def finish(flight: InFlight) -> None:
 
 
 def broadcast_from_first(channel: Channel, buffer: Tensor, what: str = "weights") -> None:
-    """Copy rank 0's `buffer` to every rank; for set-up only, not counted."""
+    """Copy rank 0's `buffer` to every rank; for set-up only, not counted in the ledger."""
     if channel.num_ranks > 1:
         _meet(channel, "broadcast", what)
         _run(channel, "broadcast", what, buffer, lambda: dist.broadcast(buffer, 0, channel.group, async_op=True))
 
 
 def mean_over(channel: Channel, buffer: Tensor) -> None:
-    """Replace `buffer` by its mean over the ranks; between steps only, not counted."""
+    """Replace `buffer` by its mean over the ranks; between steps only, not counted in the ledger."""
     if channel.num_ranks > 1:
         _meet(channel, "all_reduce", "buffers")
         start = partial(dist.all_reduce, buffer, group=channel.group, async_op=True)
@@ -207,8 +207,8 @@ def mean_over(channel: Channel, buffer: Tensor) -> None:
 
 
 def exchange(channel: Channel, value: Any, what: str = "what the ranks agree on", to_all: bool = True) -> list[Any]:
-    """Return every rank's value of some plain Python object, by rank; for set-up only, not counted. Without `to_all`
-    only rank 0 gets them, and the others nothing.
+    """Return the Python objects that the ranks passed, by rank; for set-up only, not counted in the ledger. Without
+    `to_all` only rank 0 gets them, and the others get an empty list.
 
     Gathers the lengths of the pickled objects, then their bytes, padded to the longest.
     """
@@ -229,7 +229,7 @@ def exchange(channel: Channel, value: Any, what: str = "what the ranks agree on"
         rows = [torch.empty_like(padded) for _ in sizes] if channel.index == 0 else []
         start = partial(dist.gather, padded, rows or None, dst=0, group=group, async_op=True)
         _run(channel, "exchange", what, padded, start)
-    # There are no rows where nothing is received.
+    # A rank that receives nothing has no rows.
     return [_tensor_to_object(row, size, group) for row, size in zip(rows, sizes, strict=False)]
 
 

@@ -96,7 +96,7 @@ class Ledger:
 
     @contextmanager
     def uncounted(self) -> Iterator[None]:
-        """Do not count the collectives inside: they are no part of a training step."""
+        """Do not count the collectives in this context: they do not belong to a training step."""
         num_calls = len(self.calls)
         try:
             yield

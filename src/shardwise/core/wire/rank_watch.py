@@ -2,17 +2,17 @@
 
 Every rank has a thread that reads the store of the process group about twice a second. When its own rank has waited for
 a while, it asks all others where they are, and every thread answers for its rank: the collective it waits in, or its
-stack. The first thread to find that the ranks cannot go on writes a verdict, which is raised on every rank. That is
-certain when
+stack. The first thread to find that the ranks cannot go on writes a verdict: an error message that is raised on every
+rank. The ranks cannot go on if
 
 - a rank announces a collective (`collective_order.py`) and another has gone on with something else,
 - a rank has left or died,
 - every rank has waited for `hang_s`, and not in the same collective.
 
-A rank in the user's code may be slow for good reasons: a warning names it, and a verdict after `timeout_s`. If it is
-idle there (its main thread stays at one place and uses no processor time), or its process is stopped, the verdict comes
-after three times `hang_s`. A rank that reads or writes a checkpoint is idle while its disk works: where ranks meet for
-that, they wait as long as the channel says.
+A rank in the user's code may be slow for good reasons: first a warning names it, and after `timeout_s` a verdict. If it
+is idle there (its main thread stays at one place and uses no processor time), or its process is stopped, the verdict
+comes after three times `hang_s`. A rank that reads or writes a checkpoint is idle while its disk works, so waits for a
+checkpoint have a time limit of their own (`Channel.patience_s`).
 """
 
 import json
@@ -43,16 +43,16 @@ logger = logging.getLogger(__name__)
 
 TICK_S = 0.5
 SLICE = timedelta(seconds=0.5)
-# A rank that has announced something asks the others after this long; one that waits in a collective after twice that.
+# A rank asks the others where they are this long after an announcement; while it waits in a collective, twice that.
 ANNOUNCED_S = 1.0
 # A rank that fails because another one is gone waits this long for that rank's own error.
 LAST_WORDS_S = 3.0
-# How many times `hang_s` a rank may do nothing in code of its own, or be stopped, while others wait for it.
+# How many times `hang_s` a rank may be idle in the user's code, or be stopped, while others wait for it.
 NUM_HANGS = 3
-# Processor seconds between two looks that count as idle: a thread that only wakes up and sleeps again uses less.
+# A thread that uses fewer processor seconds between two looks is idle: it only wakes up and sleeps again.
 LITTLE_S = 0.02
 NUM_FRAMES = 6
-DEAD = ("", "Z", "X")  # states of a process that has ended, also of one that was not waited for
+DEAD = ("", "Z", "X")  # states of a process that has ended; Z is a zombie
 _BARRIERS = ("barrier", "monitored_barrier")
 _OURS, _TORCH = str(Path(__file__).parents[1]), str(Path(torch.__file__).parent)
 
@@ -61,8 +61,8 @@ Doing = Literal["collective", "announcing", "meeting", "barrier", "code"]
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """The place of a rank, as its answer to question number `asked`. `passed` counts the events of its order so far;
-    `recent` are the last of them, each with its number, its checksum and a description."""
+    """Where a rank is: its answer to question number `asked`. `passed` counts its events (`Order`) so far; `recent`
+    are the last of them, each with its number, its checksum and a description."""
 
     asked: int
     doing: Doing
@@ -73,8 +73,8 @@ class State:
     recent: list[tuple[int, int, str]]
     where: str
     idle_s: float
-    dead: list[int]  # ranks of its machine, as `stopped`
-    stopped: list[int]
+    dead: list[int]  # ranks on its machine whose process has ended
+    stopped: list[int]  # ranks on its machine whose process is stopped by a signal
 
     def __str__(self) -> str:
         what = {
@@ -96,7 +96,7 @@ class _Wait:
 
 @dataclass(slots=True)
 class Limits:
-    """Time limits for ranks that wait for each other in different places, and for a rank in the user's code."""
+    """Time limits: `hang_s` for ranks that wait for each other, `timeout_s` for a rank in the user's code."""
 
     hang_s: float
     timeout_s: float
@@ -116,9 +116,9 @@ class Watch:
         self._num_answered = 0
         self._has_warned = False
         self._neighbours: dict[int, int] = {}
-        # Looks at which a rank was stopped, one after the other. Seconds would count while this rank is stopped, too.
+        # Looks in a row at which a rank was stopped. Seconds would also count while this rank itself is stopped.
         self._stopped: Counter[int] = Counter()
-        # Where the main thread was at the last look, its processor time then, and since when it is idle there.
+        # At the last look: the place of the main thread, its processor time, and since when it has been idle there.
         self._last_look = ("", 0.0, time.monotonic())
         self._closing = threading.Event()
         self._store.set(f"process/{rank}", f"{os.getpid()} {socket.gethostname()}")
@@ -126,7 +126,7 @@ class Watch:
         self._thread.start()
 
     def number_mesh(self) -> int:
-        """Number a new mesh. Every rank is there now, so look up the processes of the ranks on this machine."""
+        """Number a new mesh. Every rank has started by now, so look up the processes of the ranks on this machine."""
         keys = [f"process/{rank}" for rank in range(self.num_ranks)]
         for rank, value in enumerate(self._store.multi_get(keys)):
             pid, host = value.decode().split(" ", 1)
@@ -147,10 +147,10 @@ class Watch:
             except RuntimeError:
                 logger.debug("the store is gone before rank %s", self.rank)
 
-    # The rank's own threads.
+    # Called by the rank's own threads.
 
     def wait(self, work: dist.Work, what: str, is_meeting: bool, patience_s: float) -> None:
-        """Wait for work on a CPU that was not done within a slice of time."""
+        """Wait for a collective on a CPU that was not done within `SLICE`, until a verdict comes."""
         if is_meeting and threading.current_thread() is not threading.main_thread():
             work.wait()  # in a background thread
             return
@@ -171,8 +171,8 @@ class Watch:
             self._wait = None
 
     def _announce(self, event: Event) -> None:
-        """Add the checksum of the event to a sum in the store, and wait until the sum says that all ranks added the
-        same. Two keys take turns, because a rank is at most one announcement ahead of another."""
+        """Add the checksum of the event to a sum in the store, and wait until the sum shows that all ranks added the
+        same. Two keys are used alternately, because a rank is at most one announcement ahead of another."""
         self._raise_verdict()
         checksum = checksum_of(self.order.num_passed, event)
         turn = self._num_announced % 2
@@ -201,7 +201,7 @@ class Watch:
             raise WireError(self.verdict)
 
     def explain(self, failure: str) -> str:
-        """Explain a failure with what other ranks know about it, and tell the ranks that wait."""
+        """Return the cause of a failure, with the errors of other ranks, and tell the waiting ranks."""
         until_s = time.monotonic() + LAST_WORDS_S
         try:
             while not self.verdict and time.monotonic() < until_s:
@@ -215,7 +215,7 @@ class Watch:
             return failure
         return self.verdict
 
-    # The thread.
+    # Run by the watching thread.
 
     def _run(self) -> None:
         while not self._closing.wait(TICK_S):
@@ -300,7 +300,7 @@ class Watch:
                     states[rank] = state
         gone, passed = self._gone(states), self.order.num_passed
         if wait is None or wait is not self._wait:
-            return  # it has gone on meanwhile
+            return  # this rank no longer waits there
         self._stopped = Counter({rank: self._stopped[rank] + 1 for state in states.values() for rank in state.stopped})
         waited_s = time.monotonic() - wait.since_s
         headline = f"rank {self.rank} has waited for {waited_s:.0f} s"
@@ -318,7 +318,7 @@ class Watch:
         ):
             cause = f"the ranks do not do the same: rank {self.rank} wants to continue with {wait.what}, {difference}"
         elif all_wait and len({(s.doing, "" if s.doing == "collective" else s.what, s.announced) for s in known}) > 1:
-            # Not only in collectives: the first of those would still make progress.
+            # Ranks that all wait in collectives do not count: the first of these can still finish.
             cause = "no rank can continue"
         elif idle:
             cause = f"rank {idle[0]} does nothing, and rank {self.rank} waits for it"
@@ -363,11 +363,11 @@ def describe(event: Event) -> str:
 
 
 def difference_from(announced: int, passed: int, states: dict[int, State], is_overdue: bool) -> str:
-    """Describe a rank that has another event at the place `passed` than the announced one; empty if there is none.
+    """Describe a rank whose event number `passed` is not the announced one; empty if there is none.
 
-    A rank that is further because all ranks have announced the same is no such rank: the one that asks got no processor
-    since then, and is about to see it. A rank so far ahead that its recent events do not show which it is (on a GPU
-    collectives are only queued) differs if the asking rank `is_overdue`."""
+    A rank that is ahead because all ranks have announced the same does not differ: this rank will see that as soon as
+    it runs again. A rank so far ahead that `recent` no longer has the event (on a GPU collectives are only queued)
+    differs if this rank `is_overdue`."""
     for rank, state in states.items():
         events = {number: (checksum, f"went on with {what}") for number, checksum, what in state.recent}
         if state.doing == "announcing":

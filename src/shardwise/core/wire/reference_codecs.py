@@ -1,20 +1,20 @@
 """Encoding and decoding in plain torch: the definition of every codec, and the reference of its kernels.
 
 The same is computed, bit for bit, by the Triton kernels (`triton_codecs.py`) on a CUDA device, and for the most common
-codecs by C code on a processor (`native/c/codecs.c`). All arithmetic is fp32, one operation at a time, and nothing
-waits for a device.
+codecs by C code on a CPU (`native/c/codecs.c`). All arithmetic is fp32, one operation at a time. The host never waits
+for the device.
 
-A block's scale is its absmax (asymmetric: maximum - minimum) times 1/largest code. A code is the integer nearest to
-value (value - minimum) times 1/scale, ties to even; if stochastic, to that plus a number of (-1/2, 1/2), from a hash of
-the seed and of where the element is. fp8 is the cast of value times 1/scale. Decoded is code times scale, plus minimum.
+A block's scale is its absmax (asymmetric: maximum - minimum) times 1/(largest code). Value, or value - minimum, times
+1/scale is cast to fp8, or rounded to an integer code, ties to even. Stochastic rounding first adds a number between
+-1/2 and 1/2, a hash of the seed and of the element's index. A decoded value is code times scale, plus minimum.
 
-- int8 is two's complement, asymmetric 0 to 255; int4 is code + 8, asymmetric 0 to 15, the first of two elements in the
-  low half of a byte. The last block may be shorter.
+- int8 is two's complement, asymmetric 0 to 255. int4 is code + 8, asymmetric 0 to 15; a byte has two elements, the
+  first in its low half. The last block may be shorter.
 - A block of zeros, and one whose scale would be below 2^-126, has the scale 0: it decodes to zeros, or to its minimum.
 - A block with a value that is not finite, or whose range is not, has the scale NaN: it decodes to NaN everywhere. Its
   codes mean nothing. bf16 and fp16 are plain casts: inf and NaN stay, and beyond 65504 fp16 is inf.
 
-Elements are taken in pieces, so that about 16 MiB of scratch memory are enough for any size; the kernels need none.
+Elements are processed in pieces, so about 16 MiB of scratch memory are enough for any size; the kernels need none.
 """
 
 import ctypes
@@ -35,7 +35,7 @@ from .codec import ALIGN_BYTES, Codec, encoded_bytes, parts, seed_words, signed_
 # Elements per piece: few enough for the caches, and enough for torch's threads.
 PIECE_ELEMS = 1 << 20
 SMALLEST_SCALE = 2.0**-126
-# Fewer elements are not worth a thread of the C code.
+# The C code uses at most one thread for each of this many elements.
 LEAST_ELEMS = 1 << 16
 
 _CARRIED = (torch.float32, torch.bfloat16, torch.float16)
@@ -45,9 +45,9 @@ _FP8 = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 
 @torch.no_grad()
 def encode(codec: Codec, values: Tensor, rows: Tensor, seed: int = 0) -> None:
-    """Fill `rows`, (num_rows, `encoded_bytes` of a part), from the values, which have as many equal parts. Only
-    stochastic rounding reads the seed: the same seed rounds the same way, so ranks and steps should have different
-    ones."""
+    """Encode `values`, cut into as many equal parts as there are rows, into `rows`: (num_rows, `encoded_bytes` of a
+    part). Only stochastic rounding reads the seed: the same seed rounds the same way, so ranks and steps should have
+    different ones."""
     num_elems = _part_elems(codec, rows, values, "values")
     if not codec.has_scales:
         rows.view(_plain_dtype(codec, values)).copy_(values.view(len(rows), num_elems))
@@ -137,7 +137,7 @@ def reference_decode_sum(codec: Codec, rows: Tensor, out: Tensor) -> None:
         num_whole = (blocks.stop - blocks.start) * codec.block
         total, wide = total_scratch[:num_whole], wide_scratch[:num_whole]
         for index, row in enumerate(rows):
-            # The first is not added to a zero: -0 stays what it is.
+            # The first row is not added to zero, which would turn -0 into 0.
             decoded = wide if index else total
             _read_codes(codec, row, decoded[:num], begin, out.dtype)
             if codec.has_scales:
@@ -150,9 +150,9 @@ def reference_decode_sum(codec: Codec, rows: Tensor, out: Tensor) -> None:
 
 
 def _round_at_random(wide: Tensor, spare: Tensor, counts: Tensor, first_pair: int, seed: int) -> None:
-    """Round each element plus a number of (-1/2, 1/2) to the nearest integer. It is an odd multiple of 2^-17, from a
-    hash of the seed and the number of the pair, 16 bits each. Words of 32 bits are int32, whose sums and products wrap;
-    a shift to the right brings copies of the sign, which are masked."""
+    """Add a number between -1/2 and 1/2 to each element, and round to nearest. The number is an odd multiple of 2^-17.
+    A hash of the seed and of a pair's index has 32 bits, 16 for each of two elements. It is computed in int32, whose
+    sums and products wrap; a right shift fills in copies of the sign, which are masked."""
     low, high = seed_words(seed)
     num_pairs = wide.numel() // 2
     words, shifted = counts[:num_pairs] + signed_word(first_pair), spare.view(torch.int32)[:num_pairs]
@@ -196,7 +196,7 @@ def _read_codes(codec: Codec, row: Tensor, wide: Tensor, begin: int, dtype: torc
     elif codec.kind == "int8":
         wide.copy_(row[begin : begin + num].view(torch.uint8 if codec.is_asymmetric else torch.int8))
     elif codec.kind == "e4m3":
-        # Shifted into place it is a fp16 that is 2^8 too small. torch's own cast takes ten times as long.
+        # Its shifted bits are an fp16 that is too small by a factor of 2^8. torch's own cast takes ten times as long.
         signed = row[begin : begin + num].view(torch.int8).to(torch.int16)
         shifted = (signed << 7).bitwise_and_(0x3F80).bitwise_or_(signed.bitwise_and_(-0x8000))
         wide.copy_(shifted.view(torch.float16)).mul_(256.0)
@@ -226,7 +226,7 @@ def _plain_dtype(codec: Codec, values: Tensor) -> torch.dtype:
 
 
 def _part_elems(codec: Codec, rows: Tensor, values: Tensor, what: str, is_sum: bool = False) -> int:
-    """Elements that one row encodes. Refuses tensors that do not fit together, or that the codec cannot carry."""
+    """Elements that one row encodes. Raises for tensors that do not fit together, or that the codec cannot encode."""
     num_parts = 1 if is_sum else len(rows)
     num_elems = values.numel() // max(num_parts, 1)
     needed = encoded_bytes(codec, num_elems, values.dtype)
@@ -303,7 +303,7 @@ def _codec(codec: Codec, values: Tensor) -> tuple[int, int, int]:
 
 
 def _in_threads(name: str, job: ctypes.Structure, num_blocks: int, block_elems: int) -> None:
-    """Run on as many threads as torch would use. ctypes gives the GIL back while the function runs."""
+    """Run on at most as many threads as torch uses. ctypes releases the GIL while the function runs."""
     function: Callable[..., Any] = getattr(library(), name)
     num_threads = max(1, min(torch.get_num_threads(), num_blocks * block_elems // LEAST_ELEMS))
     ends = [num_blocks * index // num_threads for index in range(num_threads + 1)]

@@ -1,15 +1,15 @@
 """The codecs as Triton kernels, for CUDA devices: bit for bit `reference_codecs.py`.
 
-Each is one pass: a program reads a tile of whole blocks once, in steps of 16 bytes, has scales and codes in registers,
-and writes them. What keeps the bits equal: products and sums are not fused (`enable_fp_fusion=False`); an inverse is
-one division for a block, rounded to nearest; the nearest integer comes from adding 1.5 * 2^23, where fp32 is spaced by
-1 and ties go to even; absmax, minimum and maximum are computed on the values' bits, as integers in the order of the
-numbers, so that no NaN is lost.
+Each kernel is one pass: a program reads a tile of whole blocks once, 16 bytes at a time, keeps scales and codes in
+registers, and writes them. Four things keep the bits equal. Products and sums are not fused (`enable_fp_fusion=False`).
+1/scale is one division per block, rounded to nearest. Adding 1.5 * 2^23 gives the nearest integer: there fp32 numbers
+are spaced by 1, and ties go to even. Absmax, minimum and maximum compare the values' bits as integers in the same
+order, so that no NaN is lost.
 
 Kernels are launched on the current device, which must be that of the tensors.
 """
 
-# Triton is untyped, and writes constants of a kernel in capitals.
+# Triton is untyped, and by its convention constants of a kernel are in capitals.
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
 # ruff: noqa: N803
 
@@ -25,7 +25,7 @@ _NEAREST = tl.constexpr(1.5 * 2.0**23)
 
 _PAYLOAD = {"int8": torch.uint8, "int4": torch.uint8, "e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 _PLAIN = {"bf16": torch.bfloat16, "fp16": torch.float16}
-# Each thread has 16 or 32 elements of a tile, so that it reads and writes 16 bytes or a multiple of that at a time.
+# Each thread handles 16 or 32 elements of a tile, so that it reads and writes a multiple of 16 bytes at a time.
 _LAUNCH = {"num_warps": 4, "enable_fp_fusion": False}
 _ENCODED_ELEMS = 4096
 _DECODED_ELEMS = 2048
@@ -61,7 +61,7 @@ def encode(codec: Codec, values: Tensor, rows: Tensor, seed: int) -> None:
 
 
 def decode(codec: Codec, rows: Tensor, out: Tensor, is_sum: bool) -> None:
-    """Decode each row to its part of `out`, or write the sum of all rows; sums also for a codec without scales."""
+    """Decode each row to its part of `out`, or write the sum of all rows. Sums also work for codecs without scales."""
     num_outs = 1 if is_sum else len(rows)
     num_elems = out.numel() // num_outs
     if codec.has_scales:
@@ -162,7 +162,7 @@ def _encode_tile(
             first_pair = (row * ((num_elems + 1) // 2)).to(tl.uint32)
             codes += _around_zero(first_pair + pairs.to(tl.uint32), seed_low, seed_high, BLOCK, NUM_BLOCKS)
             codes = tl.minimum(tl.maximum(codes, 0.0 if IS_ASYMMETRIC else -LARGEST), LARGEST)
-        # The integer is in the low bits; with the 8 that a symmetric int4 has added to it.
+        # The low bits of the sum are the integer. A symmetric int4 is stored plus 8.
         shift: tl.constexpr = _NEAREST + (8.0 if KIND == "int4" and not IS_ASYMMETRIC else 0.0)
         integers = (codes + shift).to(tl.int32, bitcast=True)
         if HAS_TAIL:
@@ -199,7 +199,7 @@ def _decode_tile(
     payload += row * payload_stride
     scales += row * scales_stride
     minima += row * scales_stride
-    # The first row is not added to a zero: -0 stays what it is.
+    # The first row is not added to zero, which would turn -0 into 0.
     total = _decoded_row(
         payload, scales, minima, num_elems, num_payload, KIND, HAS_SCALES, IS_ASYMMETRIC, IS_LONG, BLOCK, NUM_BLOCKS
     )
@@ -227,10 +227,10 @@ def _decoded_row(
     BLOCK: tl.constexpr,
     NUM_BLOCKS: tl.constexpr,
 ):
-    """This program's tile of what a row decodes to, in fp32."""
+    """This program's tile of a decoded row, in fp32."""
     blocks, elems = _tile(IS_LONG, BLOCK, NUM_BLOCKS)
     if KIND == "int8" or KIND == "int4":
-        # A word of 4 or 8 codes is taken apart where it is: its elements are neighbours, and in one thread.
+        # The thread that loads a word of 4 or 8 codes unpacks it: its elements are neighbours in one thread.
         word_elems: tl.constexpr = 4 if KIND == "int8" else 8
         at = blocks[:, None] * (BLOCK // word_elems) + tl.arange(0, BLOCK // word_elems)[None, :]
         codes = tl.load(payload + at, mask=at < num_payload, other=0)
@@ -241,7 +241,7 @@ def _decoded_row(
         if KIND == "int4":
             codes = tl.join(codes, codes >> 4)
         codes = tl.reshape(codes, [NUM_BLOCKS, BLOCK]) & (255 if KIND == "int8" else 15)
-        # As the low bits of 2^23 they are floats without a conversion.
+        # Codes in the low bits of the float 2^23 need no conversion: it then is 2^23 + code.
         added: tl.constexpr = 0.0 if IS_ASYMMETRIC else 128.0 if KIND == "int8" else 8.0
         wide = (codes | 0x4B000000).to(tl.float32, bitcast=True) - (8388608.0 + added)
     else:
@@ -266,13 +266,13 @@ def _tile(IS_LONG: tl.constexpr, BLOCK: tl.constexpr, NUM_BLOCKS: tl.constexpr):
 
 @triton.jit
 def _in_order(bits):
-    """The bits of floats as integers of the same order, NaNs at both ends; and back."""
+    """Map the bits of floats to integers in the same order, NaNs at both ends. The function is its own inverse."""
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 @triton.jit
 def _around_zero(words, seed_low, seed_high, BLOCK: tl.constexpr, NUM_BLOCKS: tl.constexpr):
-    """Two numbers of (-1/2, 1/2) from the hash of each word."""
+    """Two numbers between -1/2 and 1/2 from the hash of each word."""
     words ^= seed_low.to(tl.uint32)
     words ^= words >> 16
     words *= 0x7FEB352D
@@ -280,6 +280,6 @@ def _around_zero(words, seed_low, seed_high, BLOCK: tl.constexpr, NUM_BLOCKS: tl
     words ^= words >> 15
     words *= 0x846CA68B
     words ^= words >> 16
-    # Sixteen bits as the upper ones of the mantissa of a number of [1, 2), their sign turned round, and half a step.
+    # Each 16 bits become the upper mantissa bits of a number in [1, 2), the highest one flipped; plus half a step.
     bits = tl.reshape(tl.join(words << 7, words >> 9), [NUM_BLOCKS, BLOCK])
     return ((bits & 0x7FFF80) ^ 0x3FC00040).to(tl.float32, bitcast=True) - 1.5
