@@ -34,7 +34,7 @@ def accumulate(model: nn.Module) -> Iterator[None]:
 
 
 def traffic(model: nn.Module) -> Traffic:
-    """Bytes that this rank sent in the last complete step, by axis, collective and dtype; and its offload copies."""
+    """Bytes that this rank sent in the last complete step, by axis, collective and dtype; and of its offload copies."""
     engine = engine_of(model)
     engine.finish_updates()
     return replace(engine.mesh.ledger.traffic(), moves=engine.host.last_moves.by_way())
@@ -67,7 +67,7 @@ def describe(model: nn.Module) -> str:
 def sync_buffers(model: nn.Module) -> None:
     """Make buffers equal on all ranks: floating-point ones become their mean over the ranks, others those of rank 0.
 
-    Call it on all ranks before an evaluation or a checkpoint. shardwise never calls it: `sw.save` writes rank 0's.
+    Call it on all ranks before an evaluation or a checkpoint. shardwise never does: `sw.save` writes rank 0's buffers.
     """
     world = engine_of(model).mesh.world
     averaged = [buffer for buffer in model.buffers() if buffer.is_floating_point()]

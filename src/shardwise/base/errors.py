@@ -60,7 +60,7 @@ class WireError(ShardwiseError, RuntimeError):
 
 
 class StoreError(ShardwiseError, RuntimeError):
-    """Host memory or a disk with training state or data failed, or returned bytes that differ from those written."""
+    """Memory or a disk with training state or data failed, or returned bytes that differ from those written."""
 
 
 class PlaceError(StoreError, ConfigurationError):

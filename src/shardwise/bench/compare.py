@@ -19,9 +19,9 @@ from .case import FLOORS, Case, Shape, label, needs_disk, one_process, read_stra
 from .launch import Calls, Launch, Outcome, Say
 from .model import build
 
-# Relative differences of losses. Rounding to bf16 changes a number by up to 4e-3; pure-bf16 also rounds updates.
+# Relative differences of losses. Rounding to bf16 changes a number by up to 4e-3; pure-bf16 also rounds weights.
 TOLERANCES = {"fp32": 1e-4, "bf16": 2e-2, "pure-bf16": 5e-2}
-SHALLOW, DEEP = 4, 8  # blocks. Two depths tell the calls per unit from those once per step
+SHALLOW, DEEP = 4, 8  # blocks; the difference of both counts gives the calls per unit
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,8 +8,8 @@ A transfer begins at max(now, free), advances the cell by the seconds it needs, 
 
 There are two sets of cells, one per clock. On the host a transfer is a deadline, and a wait sleeps until then. On CUDA
 it is a kernel of one thread that spins on `%globaltimer`, a nanosecond timer that does not depend on the SM clock. One
-lock protects the cells of both wires. Queueing a transfer allocates nothing and never waits on the host, so a CUDA
-graph can capture it, and replays are counted. benchmarks/README.md says what is modelled and what is not.
+lock protects the cells of both wires. A transfer allocates nothing and needs no work of the host while it runs, so a
+CUDA graph can capture it, and replays are counted. benchmarks/README.md says what is modelled and what is not.
 """
 
 import ctypes

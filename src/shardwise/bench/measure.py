@@ -37,7 +37,7 @@ from .launch import Calls
 from .model import batches_of, device_of
 from .overlap import TRACED_STEPS, overlap_in, trace, trace_file
 
-SETTLE = 2  # last warm-up steps, after `Clock.forget`: the allocator reserves its memory again
+SETTLE = 2  # warm-up steps that follow `Clock.forget`, while the allocator reserves its memory again
 STEPS_BEFORE_CALLS = 4
 LONGEST = 300  # characters of an error message; the first line of a compiler's error can be very long
 
