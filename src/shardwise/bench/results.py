@@ -15,7 +15,7 @@ from .model import flops_of, num_params
 from .overlap import Overlap, in_words
 from .pages import Columns, Page, cells, filled, machine, results_page
 
-# Columns that are left out if all rows have the same value. The note above the table then states the value.
+# Columns that are left out if all rows have the same value. The note then states the value once.
 CONSTANT = ("shape", "tokens", "link GB/s", "reduce")
 
 

@@ -226,7 +226,7 @@ def train(settings: Settings, strategy: str, folder: Path, num_ranks: int, say: 
 
 
 def _run(module: list[str], environment: Mapping[str, str], log: Path, watch: Callable[[], None] | None = None) -> int:
-    """Run `python -m MODULE` with its output in a file. Call `watch` every 30 seconds. Return the exit code."""
+    """Run `python -m MODULE` with its output in a file. Call `watch` at intervals. Return the exit code."""
     with log.open("w") as sink:
         # In its own session: Ctrl-C reaches only this process, which then terminates the run.
         worker = subprocess.Popen(

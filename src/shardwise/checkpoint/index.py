@@ -35,7 +35,7 @@ Kind = Literal["parameter", "buffer", "unknown"]
 MAX_DIMS, MAX_COUNT = 64, (1 << 63) - 1
 MAX_NAME = 4096
 # Tied weights are the same bytes under several names, and a reused layer has dozens of names. A mask may be one number,
-# expanded. So tensors may have this many times the bytes of the files. A small file cannot claim to hold terabytes.
+# expanded. So tensors may have this many times the bytes of the files, plus 1 GiB. A small file cannot claim terabytes.
 MAX_USES, FREE_BYTES = 64, 1 << 30
 
 

@@ -42,7 +42,7 @@ def read_accelerate(folder: Path) -> Index:
 
 
 def _add(found: Described, inside: str) -> str:
-    """Add everything that one `.metadata` describes to `found`; return the version of the format."""
+    """Add everything that one `.metadata` describes to `found`; return the version that it names."""
     source = found.source(f"{inside}{METADATA}")
     try:
         content = source.read_all(pickles.MAX_PICKLE_BYTES)
