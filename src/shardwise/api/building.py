@@ -1,9 +1,9 @@
 """Building units: the weights of a model are copied into flats, one unit at a time.
 
-A model on the meta device is initialised meanwhile. The parameters of one unit get real memory while all others stay on
-the meta device, where writing does nothing; then the model's own initialisation runs on the modules it could come from.
-Every call is seeded by the seed and the module's name, so the weights depend neither on the layout nor on the number of
-ranks, and no rank ever holds more than its share and one unit.
+A model on the meta device is also initialised here. Only the parameters of one unit get real memory at a time. All
+others stay on the meta device, where writes do nothing. Then the model's own initialisation runs for each module that
+may set these parameters. Each call has a random seed made of the seed and the module's name, so the weights depend
+neither on the layout nor on the number of ranks. No rank ever holds more than its shards and one unit.
 """
 
 import hashlib
@@ -26,7 +26,7 @@ from ..core.unit.user_parameter import Place, adopt, place_of
 def build_units(
     model: nn.Module, specs: list[UnitSpec], schedule: Schedule, where: torch.device, seed: int | None, host: HostMemory
 ) -> tuple[list[Unit], list[tuple[nn.Parameter, Place]]]:
-    """Copy the weights into flats. The user's parameters stand for them afterwards; their memory is freed."""
+    """Copy the weights into flats, and free the memory of the user's parameters, which then stand for the flats."""
     modules = dict(model.named_modules())
     meta = _MetaModel(model, seed or 0, where)
     built = []
@@ -46,7 +46,7 @@ def build_units(
                 state.user_params.append(original)
                 places.append((original, Place(state, position)))
             state.publish()
-        # Back to the meta device: the initialisation of other units must not write to this one's parameters.
+        # Put the meta parameters back: the initialisation of other units must not write to this unit's parameters.
         for site, original in zip(sites, originals, strict=True):
             modules[site.module]._parameters[site.attribute] = original
         built.append((index, unit_spec.name, modules[unit_spec.path], states))
@@ -65,13 +65,13 @@ def build_units(
 
 
 class _MetaModel:
-    """A model some of whose tensors are on the meta device, and how to fill them."""
+    """Allocates and initialises the tensors of a model that are on the meta device."""
 
     def __init__(self, model: nn.Module, seed: int, device: torch.device) -> None:
         self._modules = dict(model.named_modules())
         self._seed = seed
         self._device = device
-        # Hugging Face models initialise any module of theirs, often from the parent of the one that holds the weight.
+        # `_init_weights(module)` of Hugging Face models takes any module, and often sets the weights of its children.
         initialisers = (getattr(module, "_init_weights", None) for module in self._modules.values())
         self._init_weights = next(filter(callable, initialisers), None)
 
@@ -118,7 +118,7 @@ class _MetaModel:
 
 
 def _unfilled(tensor: Tensor, device: torch.device) -> Tensor:
-    """Allocate NaNs: a reset that forgets a tensor then shows at the first loss, instead of training on old memory."""
+    """Allocate a tensor of NaNs: if the initialisation forgets the tensor, the first loss is NaN. Integers are 0."""
     fill = float("nan") if tensor.is_floating_point() else 0
     if device.type == "cpu":
         return temporary_zeros(tensor.numel(), tensor.dtype).view(tensor.shape).fill_(fill)

@@ -1,8 +1,8 @@
 """Casts that a model needs to compute in 16 bits: around modules that stay in fp32, and of inputs in another dtype.
 
-Some modules compute in fp32 whatever the precision: those that the precision or the model itself names, those with
-running statistics (which are fp32), and weights that are computed from others (parametrizations). Inputs and outputs
-are cast at their borders.
+Some modules compute in fp32 with every precision: those that the precision or the model itself names, those with
+running statistics (which are fp32), and parametrizations, which compute weights from other tensors. The inputs of these
+modules are cast to fp32, and their outputs back to the compute dtype.
 
 Many models make fp32 tensors as they run: tables of positions, masks, coordinates. If one is the input of a torch layer
 that refuses to mix dtypes, it is cast to the dtype of the layer's weights. Language models do not need that, so the
@@ -30,8 +30,8 @@ from ..core.precision import Precision
 from ..core.schedule.model import matches
 from ..core.unit.state import Unit
 
-# Layers of torch that take no other dtype than that of their weights. Others promote dtypes, and get no casts. Layers
-# are recognised by their forward: a subclass with a forward of its own may want its inputs unchanged.
+# Layers of torch whose inputs must have the dtype of their weights. Other layers promote dtypes, and get no casts. We
+# compare forwards, not classes: a subclass with its own forward may need its inputs unchanged.
 _STRICT = {kind.forward for kind in (
     nn.Linear, nn.Bilinear, nn.LayerNorm, nn.GroupNorm, nn.InstanceNorm1d, nn.RNN, nn.LSTM, nn.GRU, nn.RNNCell,
     nn.LSTMCell, nn.GRUCell, nn.MultiheadAttention, nn.PReLU,
@@ -85,7 +85,7 @@ def install_casts(
     """Install hooks and forwards that cast. `patterns` are patterns of modules that compute in fp32."""
     device, compute = units[0].states[0].device.type, precision.compute.torch
     sites = [site for unit in units for state in unit.states for spec in state.flat.params for site in spec.sites]
-    # A weight with a parametrization belongs to the layer that the parametrization is registered on.
+    # A weight with a parametrization counts as a weight of the layer on which the parametrization is registered.
     for path in dict.fromkeys(site.module.partition(".parametrizations.")[0] for site in sites):
         kind = type(modules[path])
         is_conv = issubclass(kind, _ConvNd) or _name_of(kind) == "transformers.pytorch_utils.Conv1D"
@@ -95,7 +95,7 @@ def install_casts(
     outermost = [path for path in inside if not any(path.startswith(f"{other}.") for other in inside)]
     _cast_at_borders([modules[path] for path in outermost], compute)
     if precision.autocast is not None:
-        # Units as well: parts of a model may be called without its root.
+        # Units get autocast as well: a user may call a part of the model without its root.
         for module in dict.fromkeys([modules[""], *(unit.module for unit in units)]):
             _run_under_autocast(module, device, precision.autocast.torch)
 
@@ -103,8 +103,8 @@ def install_casts(
 def _cast_at_borders(modules: Iterable[nn.Module], compute: torch.dtype) -> None:
     """Cast the inputs of modules that stay in fp32 to fp32, and their outputs to the compute dtype.
 
-    A single number, such as a loss that is computed inside, stays in fp32. Torch's batch norm takes 16-bit inputs with
-    fp32 weights, and needs no casts.
+    An output without dimensions, such as a loss, stays in fp32. Torch's batch norm takes 16-bit inputs with fp32
+    weights, and needs no casts.
     """
 
     def enter(tensor: Tensor) -> Tensor:
@@ -139,7 +139,7 @@ class _InputCast:
         if torch.is_autocast_enabled(self._device):
             return None
         changed = map_tensors(args, self._enter), map_tensors(kwargs, self._enter)
-        # A compiled graph contains the casts or does not; its calls are not counted.
+        # While torch.compile traces, calls are not counted: the graph contains the casts that were needed.
         if torch.compiler.is_compiling() or self._is_needed:
             return changed
         self._is_needed = changed[0] is not args or changed[1] is not kwargs

@@ -38,7 +38,7 @@ from .casts import fp32_patterns
 
 # Names of wrapper classes of torch and DeepSpeed that shard, gather or reduce by themselves.
 _WRAPPERS = ("DataParallel", "DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule", "DeepSpeedEngine")
-# Bits are added as integers: exact in any order, so equal weights give equal sums on every machine.
+# Checksums add the bits as integers. Such sums are exact in any order, so they are equal on all machines.
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _ROW_ELEMS = 1024
 
@@ -69,7 +69,7 @@ class Prepared:
     schedule: Schedule
     chosen: Plan | None  # by "auto"
     keep_fp32: tuple[str, ...]
-    row_names: list[tuple[str, ...]]  # by optimizer: the tensors that it keeps where the host updates
+    row_names: list[tuple[str, ...]]  # for each optimizer: names of its state tensors, if the host updates
     unoptimized: list[str]  # trainable parameters that no optimizer has
     facts: Facts
 
@@ -83,7 +83,7 @@ def prepare(request: Request) -> Prepared:
         raise ConfigurationError(f"this {type(model).__name__} has no parameters: there is nothing to shard")
     names: dict[Tensor, str] = {param: name for name, param in model.named_parameters()}
     optimizer_of = optimizer_of_each(optimizers, names)
-    # Number 0 also for parameters that no optimizer has.
+    # Parameters that no optimizer has get number 0, too.
     numbered = [[replace(each, optimizer=optimizer_of.get(each.name, 0)) for each in unit.params] for unit in specs]
     specs = [replace(unit, params=tuple(params)) for unit, params in zip(specs, numbered, strict=True)]
     trainable = [param.name for params in numbered for param in params if param.trainable]
@@ -129,7 +129,7 @@ def prepare(request: Request) -> Prepared:
             raise ConfigurationError(f"early_update=True with {why}")
     if any(param.is_meta for param in names) and request.seed is None:
         raise ConfigurationError("the model is on the meta device: give sw.shard a seed= to initialise its weights")
-    # From the general to the particular: ranks name the first one in which they differ.
+    # General facts first: the error names the first fact in which the ranks differ.
     facts = [
         ("shardwise's version", VERSION),
         ("torch's version", torch.__version__),
@@ -176,7 +176,7 @@ def _refuse_sharded(model: nn.Module) -> None:
 
 
 def _refuse_shared_memory(model: nn.Module) -> None:
-    """Refuse weights that share memory under two names: one would not follow the other into its flat."""
+    """Refuse weights that share memory. In flats they would not share it: updates of one would not change the other."""
     spans: dict[int, list[tuple[int, int, str]]] = {}
     named = [(f"parameter {name!r}", tensor) for name, tensor in model.named_parameters()]
     for what, tensor in [*named, *((f"buffer {name!r}", buffer) for name, buffer in model.named_buffers())]:
@@ -199,7 +199,7 @@ def _refuse_shared_memory(model: nn.Module) -> None:
 
 
 def _refuse_codecs_of(flat: Flat, unit_name: str, precision: Precision) -> None:
-    """Refuse codecs that do not fit the dtypes; a layout refuses the rest."""
+    """Refuse codecs that do not fit the dtypes. `Layout` itself refuses other mistakes."""
     if flat.params_codec is not None and not flat.params_codec.has_scales and flat.compute.itemsize == 2:
         raise ConfigurationError(
             f"unit {unit_name!r}: params_as='{flat.params_codec}' with parameters in {flat.compute.name}: they would "
@@ -213,7 +213,7 @@ def _refuse_codecs_of(flat: Flat, unit_name: str, precision: Precision) -> None:
 
 
 def _check_optimizer(optimizer: torch.optim.Optimizer, own: list[Flat], precision: Precision) -> tuple[str, ...]:
-    """Refuse an optimizer that cannot update its flats. Return the tensors that it keeps where the host updates."""
+    """Refuse an optimizer that cannot update its flats. Return the names of its state tensors if the host updates."""
     row_names = state_tensor_names(optimizer) if any(flat.host_updates for flat in own) else ()
     if any(flat.depth_of_master or flat.master_on == "disk" for flat in own):
         refuse_unless_elementwise(optimizer, device())
@@ -258,7 +258,7 @@ def _facts_about_optimizer(optimizer: torch.optim.Optimizer, names: dict[Tensor,
 
 
 def checksum(param: Tensor) -> str:
-    """A sum of the bits that depends on their places: rows and columns are weighted by their number."""
+    """Checksum of the bits that depends on their order: the sums of rows and of columns are weighted by their index."""
     if param.is_meta:
         return "meta"
     bits = param.detach().contiguous().view(-1).view(_BITS[param.dtype.itemsize])

@@ -23,7 +23,7 @@ def num_cores() -> int:
 
 @contextmanager
 def accumulate(model: nn.Module) -> Iterator[None]:
-    """Inside, run micro-batches before the last: gradients are summed, and reduced only as far as they are split."""
+    """Run all micro-batches but the last inside: gradients are summed, and reduced only over axes that shard them."""
     engine = engine_of(model)
     before = engine.is_sync
     engine.is_sync = False
@@ -34,7 +34,7 @@ def accumulate(model: nn.Module) -> Iterator[None]:
 
 
 def traffic(model: nn.Module) -> Traffic:
-    """Bytes that this rank sent in the last complete step, by axis, collective and dtype, and between its memories."""
+    """Bytes that this rank sent in the last complete step, by axis, collective and dtype; and of its offload copies."""
     engine = engine_of(model)
     engine.finish_updates()
     return replace(engine.mesh.ledger.traffic(), moves=engine.host.last_moves.by_way())
@@ -65,14 +65,14 @@ def describe(model: nn.Module) -> str:
 
 
 def sync_buffers(model: nn.Module) -> None:
-    """Give every rank the same buffers: the mean over the ranks of floating ones, rank 0's of all others.
+    """Make buffers equal on all ranks: floating-point ones become their mean over the ranks, others those of rank 0.
 
-    Every rank calls it, before an evaluation or a checkpoint. Nothing else does: `sw.save` writes rank 0's buffers.
+    Call it on all ranks before an evaluation or a checkpoint. shardwise never does: `sw.save` writes rank 0's buffers.
     """
     world = engine_of(model).mesh.world
     averaged = [buffer for buffer in model.buffers() if buffer.is_floating_point()]
     if averaged:
-        # In fp64 the mean of equal values is that value, however many there are.
+        # In fp64 the mean of equal values is exactly that value, for any number of ranks.
         flat = torch.cat([buffer.detach().reshape(-1).double() for buffer in averaged])
         mean_over(world, flat)
         parts = flat.split([buffer.numel() for buffer in averaged])

@@ -1,8 +1,8 @@
 """Files from users: JSON objects, and YAML and JSON documents as trees of texts, exactly as they were written.
 
-In a tree a scalar is a text or None: YAML 1.1's numbers, dates and base-60 integers are never made, so 1e-4 and "1e-4"
-are the same. Duplicate keys and tags are refused: nothing in a document is constructed or executed. JSON may have
-comments (`//`, `#`, `/* */`) and a trailing comma, as DeepSpeed's files do. yaml is imported here only, at first use.
+A text is a Python string. Scalars in a tree are strings or None. They are not converted to YAML 1.1's numbers or dates,
+so 1e-4 and "1e-4" are the same. Duplicate keys and tags are refused: no Python object is constructed from a tag. JSON
+may have comments (`//`, `#`, `/* */`) and trailing commas, as DeepSpeed's files do. yaml is imported at first use.
 """
 
 import json
@@ -17,18 +17,18 @@ from .files import read_regular
 if TYPE_CHECKING:
     import yaml
 
-# None, a text, a list or a mapping of them.
+# None, a string, or a list or dict of trees.
 Tree = Any
 
 MOST_BYTES = 4_000_000
 MOST_NODES = 100_000
 MOST_JSON_BYTES = 64 * 10**6
-# An empty list is two characters, and takes thirty times as many bytes in memory. Ordinary files have few of them: a
-# file may have this many lists and objects, and one more for every eight of its bytes.
+# An empty list is two bytes in a file, and takes thirty times as much memory when parsed. So the number of lists and
+# objects in a file is limited: to this number, plus one for every eight bytes of the file.
 MANY_BRACKETS = 1_000_000
 YAML_TAGS = {f"tag:yaml.org,2002:{kind}" for kind in ("str", "int", "float", "bool", "null", "timestamp", "seq", "map")}
-# Matches strings and comments; and, once comments are removed, strings and commas before a closing bracket. A string
-# without an end is matched, too, and without backtracking, so that no character is read again and again.
+# JSON_COMMENT matches strings and comments. JSON_COMMA matches strings and trailing commas, once comments are removed.
+# Strings are matched without backtracking (`*+`), even without a closing quote, so that the time stays linear.
 JSON_STRING = r'("(?:\\.|[^"\\\n])*+"?+)'
 JSON_COMMENT = re.compile(rf"{JSON_STRING}|(?://|#)[^\n]*|/\*.*?\*/|/(?=\*)", re.S)
 JSON_COMMA = re.compile(rf"{JSON_STRING}|,(?=\s*[}}\]])", re.S)
@@ -48,7 +48,7 @@ def yaml_tree(text: str, where: str, most_depth: int) -> Tree:
 
 
 def _num_nodes(node: "yaml.Node", known: dict[int, int]) -> int:
-    """Count nodes, with aliases expanded; a node that refers to itself counts as too many."""
+    """Count nodes, with aliases expanded. A node that contains itself counts as more than `MOST_NODES`."""
     if id(node) not in known:
         known[id(node)] = MOST_NODES + 1  # while its own parts are counted
         parts = node.value if isinstance(node.value, list) else []
@@ -137,7 +137,7 @@ def json_tree(text: str, where: str) -> Tree:
 
 
 def texts_of(value: Any) -> Tree:
-    """Turn the values of a program or of JSON into texts."""
+    """Convert all scalars of a Python or JSON value to strings."""
     if isinstance(value, dict):
         return {str(name): texts_of(part) for name, part in value.items()}
     if isinstance(value, list | tuple):
@@ -148,7 +148,7 @@ def texts_of(value: Any) -> Tree:
 
 
 def find(path: str | Path) -> Path | None:
-    """Expand ~ and return the file or folder; None where it does not exist or cannot have this name."""
+    """Expand ~ and return the path of the file or folder; None if it does not exist or the path is not valid."""
     try:
         found = Path(path).expanduser()
         return found if found.exists() else None
@@ -157,7 +157,7 @@ def find(path: str | Path) -> Path | None:
 
 
 def parse(text: str | bytes) -> Any:
-    """Parse a value, in memory of about ten times the text. Raises ValueError."""
+    """Parse JSON. It takes at most about ten times the memory of the text. Raises ValueError."""
     content = text.encode(errors="surrogatepass") if isinstance(text, str) else text
     num_brackets = content.count(b"[") + content.count(b"{")
     if num_brackets > MANY_BRACKETS + len(content) // 8:

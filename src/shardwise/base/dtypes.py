@@ -40,7 +40,7 @@ _BY_NAME = {dtype.name: dtype for dtype in _ALL} | {"fp32": FP32, "bf16": BF16, 
 
 
 def dtype_of(value: DTypeLike) -> DType:
-    """Find a dtype by its long or short name, or from torch's own."""
+    """Return the `DType` for a long or short name, or for a torch dtype."""
     if isinstance(value, DType):
         return value
     name = str(value).removeprefix("torch.")

@@ -1,7 +1,7 @@
 """The errors users see. Each names the thing, both values that disagree, and the fix.
 
-`exit_code` is the exit code of a command that ends with the error. 1 is a crash, after which a launcher may start
-again; after any other code a new start would fail in the same way.
+`exit_code` is the exit code of a command that ends with the error. 1 is a crash, after which a launcher may restart the
+command. After any other code a restart would fail in the same way.
 """
 
 import dataclasses
@@ -15,12 +15,12 @@ from typing import Any, get_args
 
 
 def printable(text: str) -> str:
-    """Escape characters that cannot be printed or would move the cursor, also line ends."""
+    """Escape characters that cannot be printed or would move the cursor, and also line breaks."""
     return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in text)
 
 
 def printable_lines(text: str) -> str:
-    """Escape such characters in a text of several lines."""
+    """Do the same as `printable`, but keep line breaks."""
     return "\n".join(map(printable, text.split("\n")))
 
 
@@ -28,7 +28,7 @@ class ShardwiseError(Exception):
     """Base of all errors of shardwise. Its text may contain names from files, so it is made printable."""
 
     exit_code = 1
-    has_lines = False  # False: the text is one line, and line ends in it are escaped
+    has_lines = False  # False: the text is one line, and line breaks in it are escaped
 
     def __str__(self) -> str:
         return printable_lines(super().__str__()) if self.has_lines else printable(super().__str__())
@@ -60,7 +60,7 @@ class WireError(ShardwiseError, RuntimeError):
 
 
 class StoreError(ShardwiseError, RuntimeError):
-    """Memory or a disk that holds training state or data failed, or returned other bytes than were written."""
+    """Memory or a disk with training state or data failed, or returned bytes that differ from those written."""
 
 
 class PlaceError(StoreError, ConfigurationError):
@@ -92,8 +92,8 @@ class SaveError(CheckpointError):
 
 
 def import_library(name: str, what: str) -> Any:
-    """Import a library of Hugging Face, which `what` needs, and silence torchao, which it may import: that warns about
-    features that are not used here."""
+    """Import a library of Hugging Face, which `what` needs. Such libraries may import torchao; its warnings about
+    features that are not used here are turned off."""
     for noisy in ("torchao", "torch.utils._pytree"):
         logging.getLogger(noisy).setLevel(logging.ERROR)
     try:
@@ -103,8 +103,8 @@ def import_library(name: str, what: str) -> Any:
 
 
 def nearest(word: str, known: Iterable[str]) -> str | None:
-    """The known word that this one is a misspelling or the beginning of. A short word may have one letter wrong; longer
-    ones share most of their letters: `temperature` is no misspelling of `template`."""
+    """Return the known word that starts with this one or is most similar to it; None if there is none. A short word may
+    have one wrong letter. Longer words must be more similar: `temperature` is no misspelling of `template`."""
     names = sorted(known)
     begun = [name for name in names if len(word) >= 3 and name.startswith(word)]
     alike = 0.6 if 3 <= len(word) <= 5 else 0.8
@@ -112,7 +112,7 @@ def nearest(word: str, known: Iterable[str]) -> str | None:
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """The known words, with the nearest one first in the sentence when there is one."""
+    """Return a hint for an unknown word: the nearest known word, if there is one, and the list of all known words."""
     names = sorted(known)
     near = nearest(word, names)
     hint = "" if near is None else f"did you mean {near!r}? "
@@ -124,8 +124,8 @@ ABOVE_0, FINITE = math.ulp(0.0), sys.float_info.max
 
 
 def require_limits(what: str, record: Any, limits: Mapping[str, tuple[float, float]]) -> None:
-    """Refuse a dataclass with a number outside of its limits, which belong to the allowed values. A field of type int
-    takes whole numbers only, an optional one also None."""
+    """Refuse a dataclass with a number outside of its limits. The limits themselves are allowed. A field of type int
+    takes whole numbers only. An optional field may also be None."""
     types = {entry.name: entry.type for entry in dataclasses.fields(record)}
     for name, (least, most) in limits.items():
         value, kinds = getattr(record, name), get_args(types[name]) or (types[name],)

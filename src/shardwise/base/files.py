@@ -1,9 +1,9 @@
 """Files by their descriptors: regular files that a user named, and reads and writes around the page cache (O_DIRECT).
 
-Other files than regular ones are refused with an OSError that says why: a FIFO would wait for a writer, a device need
-not end, and a sparse file can be terabytes long. Around the page cache, where the file system allows it, the disk
-reaches its full speed, the processor has less to copy, and the contents of the cache stay; lengths, offsets and
-addresses must be multiples of `ALIGNMENT`.
+Only regular files are read; for others an OSError says why. Opening a FIFO would wait for a writer, and a device may
+have no end. `read_regular` also takes a limit, because a sparse file can be terabytes long. With O_DIRECT, where the
+file system allows it, the disk reaches its full speed, the processor copies less, and the page cache keeps its
+contents. Lengths, offsets and addresses must then be multiples of `ALIGNMENT`.
 """
 
 import errno
@@ -41,7 +41,7 @@ class OpenFile:
 
 
 def num_bytes_of(path: Path) -> int:
-    """The length of a regular file, without opening it."""
+    """Return the length of a regular file, without opening it."""
     status = path.stat()
     _require_regular(status, path)
     return status.st_size
@@ -64,7 +64,7 @@ def _require_regular(status: os.stat_result, path: Path) -> None:
 
 
 def go_direct(file: int) -> None:
-    """Switch an open descriptor to O_DIRECT, where the file system has it."""
+    """Switch an open descriptor to O_DIRECT, if the file system supports it."""
     try:
         fcntl.fcntl(file, fcntl.F_SETFL, fcntl.fcntl(file, fcntl.F_GETFL) | os.O_DIRECT)
     except OSError as error:
@@ -77,7 +77,7 @@ def is_direct(file: int) -> bool:
 
 
 def read_at(file: int, view: memoryview, offset: int) -> int:
-    """Fill the view from a place in a file, both aligned; returns the bytes read before the file ended."""
+    """Read from an offset until the view is full or the file ends; return the number of bytes. Both must be aligned."""
     done = 0
     while done < len(view):
         num = _run(file, partial(os.preadv, file, [view[done:]], offset + done))
@@ -88,14 +88,14 @@ def read_at(file: int, view: memoryview, offset: int) -> int:
 
 
 def write_at(file: int, view: memoryview, offset: int) -> None:
-    """Write all of the view to a place in a file, both aligned."""
+    """Write the whole view at an offset in a file. Both must be aligned."""
     done = 0
     while done < len(view):
         done += _run(file, partial(os.pwrite, file, view[done:], offset + done))
 
 
 def _run(file: int, do: Callable[[], int]) -> int:
-    """Run a read or write; switch O_DIRECT off for file systems that accept it when opening and refuse it here."""
+    """Run a read or write. Some file systems accept O_DIRECT when it is set and refuse it here: then switch it off."""
     try:
         return do()
     except OSError as error:

@@ -2,9 +2,9 @@
 
 Everything here counts elements. The engine, the planner and the checkpoints use it, so that they cannot disagree.
 
-A flat buffer is a row of parameters, each starting at a multiple of `BLOCK_ELEMS` (or of a codec's larger block), the
-whole padded so that it divides into equal shards that again are multiples of it. So no shard boundary ever cuts a
-quantisation block, and a block holds elements of one parameter only.
+A flat buffer is a row of parameters. Each starts at a multiple of `BLOCK_ELEMS` (or of a codec's larger block). The row
+is padded so that it divides into equal shards, whose length is also a multiple of the block. So no shard boundary ever
+cuts a quantisation block, and a block holds elements of one parameter only.
 """
 
 from collections.abc import Iterator, Sequence
@@ -42,7 +42,7 @@ class Interval:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """The part of one parameter that a shard holds: the same elements, counted in the flat and in the parameter."""
+    """The part of one parameter that a shard holds, as an interval of the flat and as an interval of the parameter."""
 
     param: int
     in_flat: Interval
@@ -54,7 +54,7 @@ def round_up(num_elems: int, multiple: int) -> int:
 
 
 def place(sizes: Sequence[int], num_shards: int, block: int = BLOCK_ELEMS) -> tuple[tuple[Interval, ...], int]:
-    """Lay parameters of these sizes in a row; returns where each lies and the padded length of the row."""
+    """Place parameters of these sizes in a row. Return the interval of each, and the padded length of the row."""
     intervals = []
     end = 0
     for size in sizes:
@@ -65,8 +65,8 @@ def place(sizes: Sequence[int], num_shards: int, block: int = BLOCK_ELEMS) -> tu
 
 
 def nested_shards(num_elems: int, sizes: Sequence[int], indices: Sequence[int]) -> tuple[Interval, ...]:
-    """The intervals that a rank holds after 0, 1, 2, ... splits; entry 0 is the whole row. It is split over an axis of
-    `sizes[0]` ranks, of which this one is `indices[0]`; its part again over `sizes[1]`, and so on."""
+    """Return the intervals that a rank holds after 0, 1, 2, ... splits. Entry 0 is the whole row. Split k divides the
+    interval into `sizes[k]` shards, and this rank keeps shard number `indices[k]`."""
     spans = [Interval(0, num_elems)]
     for size, index in zip(sizes, indices, strict=True):
         outer = spans[-1]
@@ -79,7 +79,7 @@ def nested_shards(num_elems: int, sizes: Sequence[int], indices: Sequence[int]) 
 
 
 def pieces(params: Sequence[Interval], span: Interval) -> Iterator[Piece]:
-    """The parts of parameters that `span` holds, without parameters that it does not touch."""
+    """Yield the parts of parameters that lie in `span`; parameters outside of it are left out."""
     for index, interval in enumerate(params):
         common = interval.overlap(span)
         if common.num_elems:
@@ -87,7 +87,7 @@ def pieces(params: Sequence[Interval], span: Interval) -> Iterator[Piece]:
 
 
 def cuts(params: Sequence[Interval], num_elems: int) -> list[int]:
-    """Lengths that cut the flat into padding, parameter, padding, parameter, ..., padding."""
+    """Return the lengths of padding, parameter, padding, parameter, ..., padding, in the order of the flat."""
     lengths, end = [], 0
     for interval in params:
         lengths += [interval.start - end, interval.num_elems]

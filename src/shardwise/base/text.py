@@ -14,7 +14,7 @@ LABEL_WIDTH = 12
 
 
 def size(num_bytes: float) -> str:
-    """Return bytes in powers of ten, as data sheets count: 1.35 GB."""
+    """Return a number of bytes in decimal units, as data sheets do: 1.35 GB."""
     return _scaled(num_bytes, [("PB", 1e15), ("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)], "B")
 
 
@@ -49,17 +49,17 @@ def plural(number: int, word: str) -> str:
 
 
 def terminal_width() -> int:
-    """Columns of the terminal, or of the variable COLUMNS; 100 at most."""
+    """Width of the terminal in columns, from 40 to 100. The variable COLUMNS overrides the terminal."""
     return max(40, min(WIDTH, shutil.get_terminal_size((WIDTH, 1)).columns))
 
 
 def unbroken(text: str) -> str:
-    """Mark a text that must stay on one line, such as a path that users copy."""
+    """Make the spaces of a text non-breaking, so that `labelled_lines` keeps it on one line (a path, for example)."""
     return text.replace(" ", "\xa0")
 
 
 def labelled_lines(lines: dict[str, str]) -> list[str]:
-    """Return one label and its text per line. Empty texts are left out; long ones continue below themselves."""
+    """Return lines of a label and its text. Empty texts are left out. Long texts continue on indented lines."""
     wrapper = textwrap.TextWrapper(terminal_width(), break_long_words=False, break_on_hyphens=False)
     wrapper.subsequent_indent = " " * (LABEL_WIDTH + 2)
     found = []
@@ -86,7 +86,7 @@ def column_table(rows: dict[str, list[str]]) -> list[str]:
 
 
 def key_values(words: Iterable[str], known: Collection[str], refused: Callable[[str], Exception]) -> dict[str, str]:
-    """Parse words like `intra=400GB/s`, each key at most once. `refused` makes the error for a reason."""
+    """Parse words like `intra=400GB/s`, each key at most once. `refused` turns a reason into the exception to raise."""
     given: dict[str, str] = {}
     for word in words:
         key, _, value = (part.strip() for part in word.partition("="))

@@ -1,10 +1,10 @@
 """Model shapes, the names of contenders, and cases, as values. No torch, no processes.
 
-The name of a contender is a family and, after a colon, one argument: `fsdp2`, `deepspeed:3`, `shardwise:zero3`. The
-argument of `shardwise` is a preset or a JSON mapping from unit patterns to presets or layouts. Modifiers may follow it:
-`@early` for early updates, `@capture` for a CUDA graph of the whole step, `@meta` for a model that is built on the meta
-device and is never whole on one device; for example `zero3@early@capture`. The argument of `deepspeed` is a stage and
-an offload or a part of ZeRO++: `3+offload`, `3+offload:0.6` for a part of the optimizer, `3+hpz`.
+A contender is shardwise with one strategy, a peer (another library), the plain model, or a floor (computation alone).
+Its name is a family and perhaps one argument: `fsdp2`, `deepspeed:3`, `shardwise:zero3`. The argument of `shardwise` is
+a preset, or a JSON mapping from unit patterns to presets or layouts. Modifiers may follow: `@early` (early updates),
+`@capture` (a CUDA graph of the whole step), `@meta` (a model built on the meta device). The argument of `deepspeed` is
+a stage, and an offload or a part of ZeRO++: `3+offload`, `3+offload:0.6` (60% of the optimizer), `3+hpz`.
 
 A `Case` is everything that a worker process needs to know; it is passed to the worker as JSON.
 """
@@ -26,7 +26,7 @@ HSDP = "hsdp"
 DEEPSPEED = "deepspeed"
 NVME = "nvme"
 PEERS = ("fsdp2", OFFLOADED_FSDP2, HSDP, "fsdp1", "ddp", DEEPSPEED)
-FLOORS = ("compute", "compute+update")
+FLOORS = ("compute", "compute+update")  # lower bounds of the time of a step
 SINGLE_PROCESS = ("plain", *FLOORS)  # contenders that need no process group
 EXAMPLE = '{"blocks.[0-7]": "zero2", "*": "zero3"}'
 MODIFIERS = ("early", "capture", "meta")
@@ -39,7 +39,7 @@ OFFLOADS: dict[str, tuple[int, ...]] = {
     "super_offload": (3,),  # the same, updated by a separate process
     NVME: (3,),  # optimizer and parameters to disk
 }
-# ZeRO++, whole or in parts. DeepSpeed supports it at stage 3, and silently ignores it below.
+# ZeRO++, whole or in parts. DeepSpeed supports it at stage 3, and silently ignores it at lower stages.
 ZEROPP: dict[str, tuple[str, ...]] = {
     "hpz": ("hpz",),  # a second copy of the parameters, sharded within the node
     "qwz": ("qwz",),  # parameters are sent as int8
@@ -78,7 +78,7 @@ def read_deepspeed(argument: str) -> DeepSpeed:
 
 
 def strategies_in(text: str) -> list[str]:
-    """The contenders in `zero3,zero2` or `zero3,{"blocks.[0-7]":"zero2","*":"zero3"}`."""
+    """Parse --strategies, such as `zero3,zero2` or `zero3,{"blocks.[0-7]":"zero2","*":"zero3"}`, into contenders."""
     names, rest = [], text.strip()
     while rest:
         if rest.startswith("{"):
@@ -98,7 +98,7 @@ def strategies_in(text: str) -> list[str]:
 
 
 def read_strategy(text: str) -> tuple[str | dict[str, Layout], set[str]]:
-    """The `strategy` argument of `sw.shard`, and the modifiers."""
+    """Parse one strategy into the `strategy` argument of `sw.shard` and the modifiers."""
     end = text.rfind("}") + 1
     name, *modifiers = text[end:].split("@")
     for modifier in modifiers:
@@ -122,14 +122,14 @@ def is_auto(strategy: str | dict[str, Layout]) -> bool:
 
 
 def _layouts(strategy: str | dict[str, Layout]) -> list[Layout]:
-    """The layouts of a strategy. For `auto`, that of the preset that shards most."""
+    """Return the layouts of a strategy. For `auto`, return that of the preset that shards most."""
     if not isinstance(strategy, str):
         return list(strategy.values())
     return [layout_of(MOST_SPLIT + strategy[len(AUTO) :] if is_auto(strategy) else strategy)]
 
 
 def peers_in(text: str) -> list[str]:
-    """The contenders in `fsdp2,deepspeed:2`."""
+    """Parse --peers, such as `fsdp2,deepspeed:2`, into contenders."""
     names = [name.strip() for name in text.split(",") if name.strip()]
     for name in names:
         family, _, argument = name.partition(":")
@@ -153,7 +153,7 @@ def needs_disk(contender: str) -> bool:
 
 
 def label(contender: str) -> str:
-    """The name for tables: a mapping without JSON's punctuation, `shardwise:blocks.[0-7]=zero2 *=zero3`."""
+    """Return the name for tables. A mapping is written without JSON: `shardwise:blocks.[0-7]=zero2 *=zero3`."""
     family, _, argument = contender.partition(":")
     if not argument.startswith("{"):
         return contender
@@ -205,18 +205,18 @@ class Case:
     device: str  # cpu or cuda
     world_size: int
     node_size: int
-    fabric: str  # of the emulation; empty: real ranks
+    fabric: str  # the emulated fabric; empty: real ranks
     batch: int  # sequences per micro-batch
     micro_batches: int  # per step and rank
     precision: str
-    reduce: str
+    reduce: str  # dtype
     clip: float  # 0: no clipping
     compile: bool
     checkpointing: str
     warmup: int
     steps: int
     seed: int
-    count_calls: bool = False  # instead of seconds
+    count_calls: bool = False  # count Python calls instead of seconds
     trace: str = ""  # the folder for a chrome trace; empty: none
     disk_path: str = ""  # the folder for state that is offloaded to disk; empty: none
 
@@ -242,7 +242,7 @@ def case_from_json(text: str) -> Case:
 
 
 def one_process(case: Case) -> Case:
-    """The work of all ranks of `case` in one process in fp32, whose losses are the reference."""
+    """Return the case in which one process does the work of all ranks in fp32. Its losses are the reference."""
     return replace(
         case,
         contender="plain",
@@ -258,7 +258,7 @@ def one_process(case: Case) -> Case:
 
 
 def settings_of(base: Case, shapes: Sequence[Shape], reduces: Sequence[str], fabrics: Sequence[Fabric]) -> list[Case]:
-    """The product of `base` with shapes, reduction dtypes and fabrics; every contender runs in each setting."""
+    """Return `base` with every combination of shape, reduction dtype and fabric. Each contender runs in each one."""
     worlds = [
         replace(base, fabric=str(fabric), world_size=fabric.world_size, node_size=fabric.node_size)
         for fabric in fabrics

@@ -1,8 +1,8 @@
 """Running every contender in every setting, and comparing losses before anything else.
 
 Repetitions are interleaved (A B C A B C ...), so that a slow minute of the machine affects all contenders. A contender
-that failed in a setting does not run there again; one with different losses gets an error instead of ratios. What
-losses are compared with: benchmarks/README.md.
+that failed in a setting does not run there again. A contender with wrong losses gets an error instead of ratios.
+benchmarks/README.md says with which losses they are compared.
 """
 
 import statistics
@@ -19,9 +19,9 @@ from .case import FLOORS, Case, Shape, label, needs_disk, one_process, read_stra
 from .launch import Calls, Launch, Outcome, Say
 from .model import build
 
-# Relative. A rounding to bf16 is 4e-3, and in pure-bf16 the weights are rounded at every update too.
+# Relative differences of losses. Rounding to bf16 changes a number by up to 4e-3; pure-bf16 also rounds weights.
 TOLERANCES = {"fp32": 1e-4, "bf16": 2e-2, "pure-bf16": 5e-2}
-SHALLOW, DEEP = 4, 8  # blocks; models of two depths separate the calls per unit from those per step
+SHALLOW, DEEP = 4, 8  # blocks; the difference of both counts gives the calls per unit
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class Session:
 
     @property
     def cases(self) -> list[Case]:
-        """All runs of one repetition. Floors depend on the shape alone, and run with its first setting."""
+        """Return all runs of one repetition. Floors depend on the shape alone, so they run once per shape."""
         found: list[Case] = []
         for setting in self.settings:
             is_first = all(case.shape != setting.shape for case in found)
@@ -125,7 +125,7 @@ def losses_of(outcome: Outcome) -> list[float]:
 
 
 def _verdicts(outcomes: dict[Case, list[Outcome]], references: dict[Case, Outcome]) -> dict[Case, Verdict]:
-    """Compare each case with one process, or else with the first contender that trained the same shape."""
+    """Compare each case with one process; without one, with the first contender that trained the same shape."""
     verdicts = {}
     for case, found in outcomes.items():
         known = [("one process", outcome) for outcome in [references.get(one_process(case))] if outcome]
@@ -157,9 +157,9 @@ def judge(case: Case, outcomes: Sequence[Outcome], expected: Sequence[float], wh
 
 
 def added_calls(cases: Sequence[Case], launch: Launch, say: Say) -> dict[Case, AddedCalls]:
-    """Python calls of one whole step after a few warm-up steps, minus those of the plain model with its optimizer.
+    """Count the Python calls of one step after a few warm-up steps, minus those of the plain model with its optimizer.
 
-    They are counted once per contender and shape: links and dtypes change no calls.
+    They are counted once per contender and shape, because links and dtypes do not change them.
     """
     launch = cache(launch)  # the plain model is needed more than once
     by_name: dict[tuple[str, Shape], AddedCalls | None] = {}

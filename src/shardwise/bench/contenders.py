@@ -1,8 +1,8 @@
 """The contenders: each is a function from a Case to a Run, found by name with `find`.
 
-All build the same weights, make units of blocks, and use torch's fused AdamW with the same hyper-parameters. What each
-one is, its precisions and when it reduces: benchmarks/README.md. The process group exists before a contender is set up,
-except for those in `case.SINGLE_PROCESS`.
+All build the same weights, make each block a unit, and use torch's fused AdamW with the same hyper-parameters.
+benchmarks/README.md says what each one is, its precisions, and when it reduces gradients. The process group exists
+before a contender is set up, except for those in `case.SINGLE_PROCESS`.
 """
 
 from collections.abc import Callable, Sequence
@@ -28,9 +28,9 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 WEIGHTS = {"fp32": torch.float32, "bf16": torch.float32, "pure-bf16": torch.bfloat16}
 COMPUTE = {"fp32": torch.float32, "bf16": torch.bfloat16, "pure-bf16": torch.bfloat16}
 _HOST_UPDATES = "shardwise::host update"  # the profiler ranges in which our engine updates weights on the host
-# The range that torch puts around the step of any optimizer. Offloaded weights are updated on the host there.
+# The profiler range that torch puts around any optimizer's step. In it, offloaded weights are updated on the host.
 _OPTIMIZER_STEP = "Optimizer.step#"
-_AIO = {
+_AIO = {  # DeepSpeed's asynchronous I/O to disk
     "block_size": 1 << 20,
     "queue_depth": 32,
     "intra_op_parallelism": 4,
@@ -96,7 +96,7 @@ def clipping(case: Case, clip_to: Callable[[float], object]) -> Callable[[], obj
 
 
 def autocast_run(case: Case, model: nn.Module, before_last: Callable[[], Any] = nullcontext) -> Run:
-    """A model that computes under autocast, and whose gradients torch can clip as they are."""
+    """Return the run of a model under autocast, whose gradients are plain tensors that torch can clip."""
     clip = clipping(case, partial(nn.utils.clip_grad_norm_, list(model.parameters())))
     forward = partial(torch.autocast, case.device, torch.bfloat16) if case.precision == "bf16" else nullcontext
     return Run(step_of(model, adamw(model.parameters()), clip, forward, before_last), WEIGHTS[case.precision])
@@ -110,7 +110,7 @@ def compute(case: Case) -> Run:
     """Forward and backward alone."""
     model = model_of(case, COMPUTE[case.precision])
     nothing = torch.optim.SGD([torch.zeros(0)])
-    # Gradients are dropped where the others clip them.
+    # Instead of clipping, the step drops the gradients.
     return Run(step_of(model, nothing, clip=model.zero_grad), COMPUTE[case.precision])
 
 
@@ -200,7 +200,7 @@ def fsdp2(case: Case, is_offloaded: bool = False, is_replicated: bool = False) -
     shard_on_mesh = partial(fully_shard, mesh=mesh, mp_policy=policy, offload_policy=offload)
     stages = list(model.blocks)
     if case.shape.vocab and not case.shape.tied:
-        # As in torchtitan. A tied weight is used at both ends, so it stays with the root.
+        # The same units as torchtitan. Embedding and head share a tied weight, so it stays in the root.
         stages = [model.embed, *stages, [model.norm, model.head]]
     for stage in stages:
         shard_on_mesh(stage, reshard_after_forward=stage is not stages[-1])
@@ -212,7 +212,7 @@ def fsdp2(case: Case, is_offloaded: bool = False, is_replicated: bool = False) -
     params = list(model.parameters())
 
     def clip(max_norm: float) -> None:
-        """Clip with one reduction of the norm, not one for every gradient that is scaled."""
+        """Clip with one all-reduce of the norm. `clip_grad_norm_` would do one for every gradient that it scales."""
         norm: Any = nn.utils.get_total_norm([param.grad for param in params if param.grad is not None], foreach=True)
         nn.utils.clip_grads_with_norm_(params, max_norm, norm.full_tensor(), foreach=True)
 
@@ -222,7 +222,7 @@ def fsdp2(case: Case, is_offloaded: bool = False, is_replicated: bool = False) -
 
 def _own_group_for_reductions(model: Any, num_shards: int) -> None:
     """Give reductions a communicator of their own, so that gathers do not queue behind them."""
-    if torch.__version__ >= "2.13":  # a version, not a text: it compares by its numbers
+    if torch.__version__ >= "2.13":  # not a plain string: it compares as a version
         model.set_separate_reduce_scatter_group()
         model.set_reduce_scatter_max_input_buffers(2)
         return
@@ -318,7 +318,7 @@ def config_of(case: Case, request: DeepSpeed) -> dict[str, Any]:
 
 
 def refuse_what_deepspeed_ignores(case: Case, parts: Sequence[str], ranks_per_node: int) -> None:
-    """Refuse settings that DeepSpeed silently ignores. `ranks_per_node`: its own count, the devices of this machine."""
+    """Refuse settings that DeepSpeed silently ignores. `ranks_per_node` is the number of devices that it finds here."""
     error = ""
     if "hpz" in parts and case.node_size == 1:
         error = "splits hpz's second copy in a node, and a node has 1 rank: give it more"
@@ -346,7 +346,7 @@ _SETUPS: dict[str, Callable[..., Run]] = {
 
 
 def find(name: str) -> Callable[[Case], Run]:
-    """The set-up function of the contender with this name."""
+    """Return the set-up function of the contender with this name."""
     family, colon, argument = name.partition(":")
     setup = _SETUPS[family]
     return (lambda case: setup(case, argument)) if colon else setup

@@ -2,14 +2,14 @@
 
 `start(parse("2x8,intra=400GB/s,inter=50GB/s"))` creates the default group of `torch.distributed` with the backend
 below; groups made from it (`new_group`, DeviceMesh) use the same backend, so shardwise, FSDP2 and DDP run unchanged.
-An operation moves the data that one process can move, and occupies the rank's wires for the time that `links` computes.
-A wire is a cell that holds the instant at which it is free again. A transfer begins at max(now, free), advances the
-cell by the seconds it needs, and ends after its last byte and its latency.
+An operation copies this rank's own data where that of other ranks would go, and occupies the rank's wires (its links)
+for the time that `links` computes. The cell of a wire is a number in memory: the time at which the wire is free again.
+A transfer begins at max(now, free), advances the cell by the seconds it needs, and ends one latency later.
 
 There are two sets of cells, one per clock. On the host a transfer is a deadline, and a wait sleeps until then. On CUDA
-it is a kernel of one thread that spins on `%globaltimer`, which counts nanoseconds at any SM clock; a transfer over
-both wires takes them under one lock. Queueing a transfer allocates nothing and does not involve the host, so it can be
-captured in a CUDA graph, and replays count. benchmarks/README.md says what is modelled and what is not.
+it is a kernel of one thread that spins on `%globaltimer`, a nanosecond timer that does not depend on the SM clock. One
+lock protects the cells of both wires. A transfer allocates nothing and needs no work of the host while it runs, so a
+CUDA graph can capture it, and replays are counted. benchmarks/README.md says what is modelled and what is not.
 """
 
 import ctypes
@@ -30,10 +30,10 @@ from ..base.errors import ConfigurationError, StateError
 from ..planner.hardware.links import WIRES, Fabric, Kind, Transfer, Wire, plan_transfer
 
 BACKEND = "emulated"
-# Gathers up to this size are filled every time: they are headers that the ranks compare, not weights.
+# A larger buffer is filled by its first gather only. Smaller ones are filled each time: ranks compare their contents.
 _SMALL_BYTES = 1 << 20
-_SPIN_S = 2e-4  # a sleep ends late by about this much, so the end of a wait is spun
-_SCRATCH_BYTES = 1 << 28  # larger than any cache, and all of it is used in turn
+_SPIN_S = 2e-4  # a sleep ends late by about this much, so the end of a wait is a busy loop
+_SCRATCH_BYTES = 1 << 28  # larger than any cache; copies go through it from begin to end
 _CHUNK_BYTES = 1 << 16
 _GIGABYTES_PER_S_OF_A_BLOCK = 25.0
 _THREADS_OF_A_BLOCK = 512
@@ -41,7 +41,7 @@ _WORD_BYTES = 16
 
 
 class Kernel:
-    """A kernel with converted arguments: launching it is one foreign call."""
+    """A kernel whose arguments are converted to C once, so that a launch is a single call of the CUDA driver."""
 
     def __init__(self, name: str, args: list[Tensor | int | float], num_blocks: int = 1, num_threads: int = 1) -> None:
         self._function = _compiled(name).func
@@ -75,7 +75,7 @@ def _compiled(name: str) -> Any:
 
 
 def capture_of(stream: torch.cuda.Stream) -> int:
-    """The number of the CUDA graph that is being captured on the current stream; 0: none."""
+    """Return the id of the CUDA graph capture in progress on the current stream; 0 if there is none."""
     if not torch.cuda.is_current_stream_capturing():
         return 0
     status, number = ctypes.c_int(), ctypes.c_uint64()
@@ -89,11 +89,11 @@ def capture_of(stream: torch.cuda.Stream) -> int:
 
 @dataclass
 class Wires:
-    """The state of both wires on both clocks. The tensors live until the next start."""
+    """The state of both wires on both clocks. The tensors live until the next call of `start`."""
 
     fabric: Fabric
     cells: Tensor | None = None  # the struct `Cells` of fabric.cu: 8 words of 8 bytes; None: there is no device
-    scratch: Tensor | None = None  # of the copies
+    scratch: Tensor | None = None  # memory for the copies of `copies=on`
     host_free_s: dict[Wire, float] = field(default_factory=lambda: dict.fromkeys(WIRES, 0.0))
     host_busy_s: dict[Wire, float] = field(default_factory=lambda: dict.fromkeys(WIRES, 0.0))
     host_moved_bytes: dict[Wire, float] = field(default_factory=lambda: dict.fromkeys(WIRES, 0.0))
@@ -107,11 +107,11 @@ class Wires:
         scratch = torch.zeros(_SCRATCH_BYTES, dtype=torch.uint8, device="cuda") if fabric.copies else None
         for name in ("begin_carrying", "carry") if fabric.copies else ("occupy",):
             _compiled(name)
-        torch.cuda.synchronize()  # other streams will use them
+        torch.cuda.synchronize()  # other streams will use cells and scratch
         return cls(fabric, cells, scratch)
 
     def occupy_host(self, transfer: Transfer, not_before_s: float) -> float:
-        """Start a transfer. Return the instant of `time.perf_counter` at which it ends."""
+        """Start a transfer. Return the time of `time.perf_counter` at which it ends."""
         with self.lock:
             earliest_s = max(time.perf_counter(), not_before_s)
             done_s = earliest_s
@@ -124,9 +124,9 @@ class Wires:
             return done_s + transfer.latency_s
 
     def kernels(self, transfer: Transfer, span: Tensor) -> list[Kernel]:
-        """The kernels that occupy the wires for one transfer, to be launched in order on one stream.
+        """Return the kernels that occupy the wires for one transfer, to be launched in order on one stream.
 
-        `span`: three words on the device that nothing else uses meanwhile; needed for copies.
+        `span` is the struct `Span` of fabric.cu, used by one transfer at a time; only copies need it.
         """
         assert self.cells is not None, "no CUDA device when the fabric was started"
         occupied_ns = [round(transfer.occupied_s[wire] * 1e9) for wire in WIRES]
@@ -134,7 +134,7 @@ class Wires:
         latency_ns = round(transfer.latency_s * 1e9)
         if self.scratch is None:
             return [Kernel("occupy", [self.cells, *occupied_ns, *moved, latency_ns])]
-        # Both wires carry the same bytes, one after the other; memory traffic is counted once.
+        # The same bytes pass both wires, so their memory traffic is counted once.
         num_words = int(max(moved)) // _WORD_BYTES
         mask = self.scratch.numel() // 2 // _WORD_BYTES - 1
         wire_s = max(*transfer.occupied_s.values(), 1e-9)
@@ -154,7 +154,7 @@ class Wires:
 
 
 def sleep_until(instant_s: float) -> None:
-    """Wait until this instant of `time.perf_counter`: sleep, then spin for the last moment."""
+    """Wait until this time of `time.perf_counter`: sleep first, then loop for the last fraction of a millisecond."""
     left_s = instant_s - time.perf_counter()
     if left_s > _SPIN_S:
         time.sleep(left_s - _SPIN_S)
@@ -178,20 +178,20 @@ def start(fabric: Fabric, rank: int = 0) -> None:
 
 
 def busy_s() -> dict[str, float]:
-    """Seconds of traffic on each wire ("intra", "inter"), without waiting and latency. Synchronises the device."""
+    """Return the seconds that each wire ("intra", "inter") was busy, without latency. Synchronises the device."""
     wires = _started()
     on_device = wires.device_cells()[4:6].tolist()
     return {wire: wires.host_busy_s[wire] + busy_ns * 1e-9 for wire, busy_ns in zip(WIRES, on_device, strict=True)}
 
 
 def moved_bytes() -> dict[str, float]:
-    """Bytes sent over each wire since the start. Synchronises the device."""
+    """Return the bytes sent over each wire since `start`. Synchronises the device."""
     wires = _started()
     on_device = wires.device_cells()[6:8].view(torch.float64).tolist()
     return {wire: wires.host_moved_bytes[wire] + moved for wire, moved in zip(WIRES, on_device, strict=True)}
 
 
-_running: list[Wires] = []  # of the last start; at most one
+_running: list[Wires] = []  # those of the last `start`; at most one
 
 
 def _started() -> Wires:
@@ -205,7 +205,7 @@ class _NoStore(Store):
 
 
 class _HostTransfer(dist.Work):
-    """A transfer that is complete at an instant of the host's clock."""
+    """A transfer that is complete at a given time of the host's clock."""
 
     def __init__(self, done_s: float, tensors: list[Tensor]) -> None:
         super().__init__()
@@ -226,7 +226,7 @@ class _HostTransfer(dist.Work):
 
 
 class _DeviceTransfer(dist.Work):
-    """A transfer that is complete when `event` is. It keeps the tensors alive as long as the caller keeps it."""
+    """A transfer that is complete when `event` is. It holds references to its tensors, so that they stay allocated."""
 
     def __init__(self, event: torch.cuda.Event, stream: torch.cuda.Stream, tensors: list[Tensor]) -> None:
         super().__init__()
@@ -244,7 +244,7 @@ class _DeviceTransfer(dist.Work):
 
     def get_future(self) -> torch.futures.Future[list[Tensor]]:
         future: torch.futures.Future[list[Tensor]] = torch.futures.Future(devices=[self.tensors[0].device])
-        # The future is complete when the work that is queued on this stream now is.
+        # The future completes when the work that is queued on this stream so far has run.
         with torch.cuda.stream(self.stream):
             future.set_result(self.tensors)
         return future
@@ -252,7 +252,7 @@ class _DeviceTransfer(dist.Work):
 
 @dataclass(slots=True)
 class _Tail:
-    """The last operation of a group on the device. The next one waits for it, on whatever stream."""
+    """The last operation of a group on the device. The next operation waits for it, whichever stream each uses."""
 
     event: torch.cuda.Event
     stream: int
@@ -264,12 +264,12 @@ _ProcessGroup: Any = dist.ProcessGroup
 
 
 class EmulatedGroup(_ProcessGroup):  # type: ignore[misc]
-    """A group of the fabric's `ranks`, of which this process is number `place`."""
+    """A process group of the fabric's `ranks`. This process is `ranks[place]`."""
 
     def __init__(self, place: int, ranks: Sequence[int], wires: Wires) -> None:
         super().__init__(place, len(ranks))
         self._place, self._ranks, self._wires = place, ranks, wires
-        # Planned once: planning visits every rank, and a step must not get slower with the world.
+        # Planned once per size: planning visits every rank, and the time of a step must not grow with the world size.
         self._transfer = functools.cache(
             lambda kind, num_bytes: plan_transfer(wires.fabric, kind, num_bytes, ranks, ranks[place])
         )
@@ -291,7 +291,7 @@ class EmulatedGroup(_ProcessGroup):  # type: ignore[misc]
     def group_name(self) -> str:
         return dist.distributed_c10d._world.pg_names[self]
 
-    # Every operation goes through `_start`. `move` copies the data; None: it is in place already.
+    # Every operation goes through `_start`. `move` copies the data; None if the data is in place already.
 
     def _start(
         self, kind: Kind, num_bytes: int, tensors: list[Tensor], move: Callable[[], None] | None, opts: Any
@@ -388,7 +388,7 @@ class EmulatedGroup(_ProcessGroup):  # type: ignore[misc]
     def barrier(self, opts: Any = None) -> dist.Work:
         return self._start("all_reduce", 0, [], None, opts)
 
-    reduce = broadcast  # the chain in the other direction
+    reduce = broadcast  # the same chain of ranks in the other direction
     allreduce_coalesced = allreduce
     # Names in torch before 2.13.
     _allgather_base = all_gather_single
@@ -399,7 +399,7 @@ class EmulatedGroup(_ProcessGroup):  # type: ignore[misc]
 
 
 def _make_group(common: Any, options: Any) -> EmulatedGroup:
-    """Called by torch. The default group comes without a list of ranks: it has all of them."""
+    """Make a group; torch calls this. For the default group it passes no list of ranks, which means all ranks."""
     ranks = list(common.global_ranks_in_group) or list(range(common.group_size))
     return EmulatedGroup(common.group_rank, ranks, _started())
 

@@ -1,7 +1,7 @@
 """Starting worker processes. Every run has fresh ones, so that no contender inherits allocator, caches or hooks.
 
 `launch` starts the ranks of one case (one process for an emulated fabric or a contender without a process group),
-waits for them, and returns their answers. No worker outlives the launcher, however it ends.
+waits for them, and returns their answers (the JSON that each writes). If the launcher dies, its workers end, too.
 """
 
 import json
@@ -22,14 +22,14 @@ from .case import SINGLE_PROCESS, Case
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The answers of one run, by rank; or a status other than ok, and why."""
+    """The answers of one run, by rank; or a status other than ok, and the reason."""
 
     answers: tuple[dict[str, Any], ...] = ()
     status: str = "ok"
     error: str = ""
 
 
-Calls = dict[str, float]  # of Python functions, by name
+Calls = dict[str, float]  # number of calls of each Python function, by name
 Launch = Callable[[Case], Outcome]
 Say = Callable[[str], None]  # prints a line of progress
 
@@ -39,7 +39,7 @@ def num_processes(case: Case) -> int:
 
 
 def launch(case: Case, timeout_s: float) -> Outcome:
-    """Run one case. Inside `disk_path` it has a temporary folder, because some peers leave files behind."""
+    """Run one case. It gets a temporary folder in `disk_path`, because some peers leave files behind."""
     on_disk = temporary_folder(case.disk_path) if case.disk_path else nullcontext("")
     with temporary_folder() as folder, on_disk as own:
         question = replace(case, disk_path=str(own)).to_json()
@@ -57,7 +57,7 @@ def launch(case: Case, timeout_s: float) -> Outcome:
             is_late = _wait(workers, timeout_s)
         finally:
             for worker in workers:
-                worker.kill()  # those that have ended are left alone
+                worker.kill()  # does nothing to workers that have ended
                 worker.wait()
         answers = [json.loads(file.read_text()) if file.exists() else {} for file in files]
         failures = sorted((answer for answer in answers if "status" in answer), key=lambda answer: answer["at"])
@@ -72,10 +72,10 @@ def launch(case: Case, timeout_s: float) -> Outcome:
 
 
 def environment(case: Case, rank: int, port: int) -> dict[str, str]:
-    """Torchrun's variables. For an emulated fabric they describe the emulated world.
+    """Return the variables that torchrun would set. For an emulated fabric they describe the emulated world.
 
-    Each process has one thread for a CPU rank, as with torchrun, and for a GPU rank an equal share of the cores, which
-    a contender that updates weights on the host uses.
+    A CPU rank has one thread, as with torchrun. A GPU rank has as many threads as its equal share of the cores, for
+    contenders that update weights on the host.
     """
     world_size = 1 if case.contender in SINGLE_PROCESS else case.world_size
     num_cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
@@ -102,14 +102,14 @@ def _wait(workers: list[subprocess.Popen[bytes]], timeout_s: float) -> bool:
         if all(code == 0 for code in codes):
             return False
         if any(codes):
-            time.sleep(1.0)  # another rank may be writing down that it failed first
+            time.sleep(1.0)  # another rank may have failed earlier, and still be writing its error
             return False
         time.sleep(0.05)
     return True
 
 
 def _death(rank: int, code: int, log: str) -> str:
-    """Why a worker ended without an answer."""
+    """Describe why a worker ended without an answer."""
     if code < 0:
         name = signal.Signals(-code).name
         hint = ", as the kernel does when memory runs out" if name == "SIGKILL" else ""

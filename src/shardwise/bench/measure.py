@@ -2,9 +2,9 @@
 
     python -m shardwise.bench.measure CASE ANSWER
 
-CASE is a `Case` as JSON, ANSWER the file for the result or the error. The host never waits between timed steps: on a
-GPU, an event is recorded on the compute stream at the end of each step. If a step starts work early for the next one
-(a gather, for example), a wait for that work counts in the next step.
+CASE is a `Case` as JSON, ANSWER the file for the result or the error. The host does not synchronise between timed
+steps: on a GPU, an event is recorded on the compute stream at the end of each step. If a step already starts work of
+the next one (a gather, for example), waiting for that work counts in the next step.
 """
 
 import gc
@@ -37,7 +37,7 @@ from .launch import Calls
 from .model import batches_of, device_of
 from .overlap import TRACED_STEPS, overlap_in, trace, trace_file
 
-SETTLE = 2  # warm-up steps after `Clock.forget`, in which the allocator reserves its memory again
+SETTLE = 2  # warm-up steps that follow `Clock.forget`, while the allocator reserves its memory again
 STEPS_BEFORE_CALLS = 4
 LONGEST = 300  # characters of an error message; the first line of a compiler's error can be very long
 
@@ -160,7 +160,7 @@ class Clock:
             torch.cuda.synchronize()
 
     def forget(self) -> None:
-        """Release cached memory of the set-up and reset the peaks."""
+        """Release memory that the allocator cached during the set-up, and reset the peaks."""
         if self.is_cuda:
             gc.collect()
             torch.cuda.synchronize()
@@ -180,17 +180,17 @@ class Clock:
         return [begin.elapsed_time(end) * 1e-3 if self.is_cuda else end - begin for begin, end in pairs]
 
     def memory(self) -> dict[str, float]:
-        """Return peak memory in GB. The host's, on Linux only, includes the set-up, but no child processes."""
+        """Return peak memory in GB. That of the host (Linux only) includes the set-up, but no child processes."""
         peaks = torch.cuda.memory_stats() if self.is_cuda else {}
         kinds = ("allocated", "active", "reserved") if self.is_cuda else ()
         return {f"{kind}_gb": peaks[f"{kind}_bytes.all.peak"] / 1e9 for kind in kinds} | host_memory()
 
 
 def count_calls(function: Callable[[], object]) -> Calls:
-    """Count calls during one call of `function`, by "folder/file.py:function", also in threads that it starts.
+    """Count the Python calls that one call of `function` makes, by "folder/file.py:function", also in new threads.
 
-    Each start of a function and each resumption of a generator counts as a call. The backward runs in this thread:
-    calls in threads that torch has started cannot be counted.
+    Each start of a function and each resumption of a generator counts as a call. The backward is made to run in this
+    thread, because calls in threads that torch has started cannot be counted.
     """
     by_name: Counter[str] = Counter()
     by_code: Counter[CodeType] = Counter()
@@ -213,7 +213,7 @@ def count_calls(function: Callable[[], object]) -> Calls:
 
 
 def host_memory() -> dict[str, float]:
-    """Return the peak host memory of this process. A process runs one contender only."""
+    """Return the peak host memory of this process in GB. The process runs one contender only."""
     if not STATUS.exists():
         return {}
     lines = dict(line.split(":", 1) for line in STATUS.read_text().splitlines())

@@ -1,7 +1,7 @@
 """The models that every contender trains, and their batches.
 
-Weights depend on the seed alone, batches on the seed, the step and the index of the micro-batch in the global batch:
-every contender sees the same numbers. Models are built on the device they run on, without a copy on the host.
+Weights depend on the seed alone. Batches depend on the seed, the step and the micro-batch's index in the global batch.
+So every contender sees the same numbers. Models are built on the device they run on, without a copy on the host.
 """
 
 from dataclasses import asdict
@@ -69,10 +69,10 @@ def build(shape: Shape, device: torch.device, seed: int) -> Transformer | Blocks
 
 
 def loss_of(model: nn.Module, batch: Tensor) -> Tensor:
-    """Next-token loss for token ids; for hidden states, the mean squared distance to the states one position earlier.
+    """Return the next-token loss for token ids; for hidden states, the mean squared distance to the previous position.
 
-    That distance is about two for any initial weights, and later losses reveal every update that was missed. (The mean
-    square of the output alone would always be one, because the last layer is a norm.)
+    That distance is about two for any initial weights. If an update is missing, later losses differ. (The mean square
+    of the output alone would not show that: the last layer is a norm, so it would always be one.)
     """
     if batch.is_floating_point():
         return (model(batch).float() - batch.roll(1, dims=1)).square().mean()
@@ -80,9 +80,9 @@ def loss_of(model: nn.Module, batch: Tensor) -> Tensor:
 
 
 def batches_of(case: Case, rank: int, device: torch.device, dtype: torch.dtype, num_steps: int) -> list[list[Tensor]]:
-    """The micro-batches of a rank by step: ids [batch, tokens + 1], or hidden states [batch, tokens, hidden].
+    """Return the micro-batches of a rank by step: ids [batch, tokens + 1], or hidden states [batch, tokens, hidden].
 
-    Hidden states are large, and those of later steps would count as memory of this one: every step has the same ones.
+    Hidden states are large, and would add to the measured memory, so all steps use the same ones.
     """
     shape = case.shape
 

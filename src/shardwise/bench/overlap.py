@@ -1,8 +1,8 @@
 """Chrome traces, and how much of a step's copies, collectives and host updates overlapped with computation.
 
-A trace has three steps, and the second is measured: from its first kernel to the first kernel of the third, so that
-work left over from the first step counts, and work left to the third does not. Without kernels, torch's operations on
-the CPU count as computation.
+A trace has three steps. The second is measured, from its first kernel to the first kernel of the third. Work of the
+first step that runs in this window counts; work of the second that runs after it does not. If there are no kernels,
+torch's operations on the CPU count as computation.
 """
 
 import gzip
@@ -35,7 +35,7 @@ class Overlap:
     step_s: float
     busy_s: dict[str, float]  # by kind
     beside_compute_s: dict[str, float]  # the part that overlapped with computation
-    idle_s: float  # no work of any kind
+    idle_s: float  # without work of any kind
 
 
 def segments(by_kind: Mapping[str, Iterable[Interval]]) -> Iterator[tuple[Interval, set[str]]]:
@@ -68,7 +68,7 @@ def overlap_of(by_kind: Mapping[str, Iterable[Interval]], window: Interval) -> O
 
 
 def from_trace(events: Sequence[Event], host_updates: str) -> Overlap:
-    """The overlap in a trace. `host_updates` is the prefix of the ranges of updates on the host, or empty."""
+    """Return the overlap in a trace. `host_updates`: the prefix of profiler ranges of updates on the host, or empty."""
     whole = [event for event in events if event.get("ph") == "X"]
     by_kind: dict[str, list[Interval]] = {kind: [] for kind in KINDS}
     by_thread: dict[int, dict[str, list[Interval]]] = {}  # operations and weight updates on the host
@@ -91,7 +91,7 @@ def from_trace(events: Sequence[Event], host_updates: str) -> Overlap:
 
 
 def _window_of(events: Sequence[Event]) -> Interval:
-    """The second step: on the device if there are kernels, else on the host."""
+    """Return the time of the second step: on the device if there are kernels, else on the host."""
     begins = sorted(event["ts"] for event in events if event["name"].startswith("ProfilerStep"))
     kernels = {event["args"]["correlation"]: event["ts"] for event in events if event.get("cat") == "kernel"}
     launches = sorted(
@@ -137,7 +137,7 @@ def trace(step: Callable[[], object], synchronise: Callable[[], None], device: s
         schedule=schedule(wait=0, warmup=1, active=STEPS_IN_TRACE, repeat=1),
         on_trace_ready=lambda profiler: profiler.export_chrome_trace(str(file)),
         experimental_config=_ExperimentalConfig(profile_all_threads=True),
-        acc_events=True,  # otherwise torch warns about dropped cycles, although there is only one
+        acc_events=True,  # otherwise torch warns that it drops earlier profiler cycles, although there are none
     ) as profiler:
         for number in range(TRACED_STEPS):
             step()
@@ -147,7 +147,7 @@ def trace(step: Callable[[], object], synchronise: Callable[[], None], device: s
 
 
 def overlap_in(file: Path, host_updates: str) -> Overlap:
-    """The overlap in a trace. Its text is written next to the trace."""
+    """Return the overlap in a trace file, and write it as text next to the file."""
     with gzip.open(file) as opened:
         overlap = from_trace(json.load(opened)["traceEvents"], host_updates)
     file.with_name(file.name.replace(".trace.json.gz", ".overlap.txt")).write_text(in_words(overlap) + "\n")

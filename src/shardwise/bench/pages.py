@@ -1,7 +1,7 @@
 """Results for readers: tables on the terminal, a dated Markdown page, and the same figures as JSON next to it.
 
 Every page names the command and the machine. `shardwise bench`, `shardwise bench wire` and the scripts in
-`benchmarks/` all write theirs here.
+`benchmarks/` all write their pages with this module.
 """
 
 import datetime
@@ -22,17 +22,17 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-Columns = Mapping[str, Sequence[str]]  # the cells of a table by title; the first column names the rows
+Columns = Mapping[str, Sequence[str]]  # the cells of each column, by title; the first column names the rows
 
 
 @dataclass(frozen=True)
 class Page:
-    """One result, complete or so far. `before` are paragraphs above the command, `after` those below the machine."""
+    """One result, finished or not. Paragraphs `before` are above the command; those `after` are below the machine."""
 
     title: str
     command: str
     machine: Mapping[str, Any]
-    figures: Mapping[str, Any]  # for the JSON
+    figures: Mapping[str, Any]  # written to the JSON file
     before: Sequence[str] = ()
     after: Sequence[str] = ()
     date: datetime.datetime = field(default_factory=datetime.datetime.now)
@@ -56,7 +56,7 @@ class Page:
         path.write_text(str(self))
 
     def show(self) -> None:
-        """Print all tables. A wide table is wrapped by the terminal, not cut."""
+        """Print all tables. Lines of a wide table continue on the next line of the terminal; nothing is cut."""
         console = Console(highlight=False)
         for note, columns in self.tables:
             table = Table(box=SIMPLE_HEAD, pad_edge=False)
@@ -79,7 +79,7 @@ def results_page(
     problems: Sequence[str],
     details: Sequence[str] = (),
 ) -> Page:
-    """The page of a command: the first table with its note above, problems, more tables, and further paragraphs."""
+    """Make the page of a command: the first table below its note, then problems, other tables, and more paragraphs."""
     (note, columns), *more = tables
     after = [columns_as_markdown(columns), *(f"- {problem}" for problem in problems)]
     after += [text for words, cells in more for text in (words, columns_as_markdown(cells))]
@@ -89,7 +89,7 @@ def results_page(
 
 
 def new_page(folder: Path, name: str) -> Path:
-    """The path `<date>-<name>.md` for a new page; a number is added where that exists already."""
+    """Return the path `<date>-<name>.md` for a new page. If it exists already, a number is added."""
     folder.mkdir(parents=True, exist_ok=True)
     begin = f"{datetime.datetime.now():%Y-%m-%d-%H%M}-{name}"
     names = (begin if number == 1 else f"{begin}-{number}" for number in itertools.count(1))
@@ -117,7 +117,7 @@ def processor() -> str:
 
 
 def commit() -> str:
-    """The commit of the checkout that contains this file, or "none"."""
+    """Return the git commit of the checkout that contains this file, or "none"."""
     command = ["git", "describe", "--always", "--dirty"]
     try:
         return subprocess.check_output(command, cwd=Path(__file__).parent, stderr=subprocess.DEVNULL, text=True).strip()
@@ -126,13 +126,13 @@ def commit() -> str:
 
 
 def cells(rows: Sequence[Mapping[str, Any]], key: str, form: str = "", unit: float | None = None) -> list[str]:
-    """One column: the values in this format and unit, or nothing where they are unknown."""
+    """Return one column as text, with this format and unit. Unknown values are empty."""
     values = [row.get(key) for row in rows]
     return ["" if value is None else f"{value / unit if unit else value:{form}}" for value in values]
 
 
 def filled(columns: Columns) -> dict[str, Sequence[str]]:
-    """The columns that are not empty."""
+    """Return the columns that have any text."""
     return {title: texts for title, texts in columns.items() if any(texts)}
 
 

@@ -15,7 +15,7 @@ from .model import flops_of, num_params
 from .overlap import Overlap, in_words
 from .pages import Columns, Page, cells, filled, machine, results_page
 
-# Columns that are left out if all rows have the same value; the note mentions the value once.
+# Columns that are left out if all rows have the same value. The note then states the value once.
 CONSTANT = ("shape", "tokens", "link GB/s", "reduce")
 
 
@@ -37,7 +37,7 @@ UNKNOWN: Row = {
 
 
 def rows_of(findings: Findings) -> list[Row]:
-    """Every contender in every setting, over all repetitions, as the JSON has them. An unknown figure is None."""
+    """Return the rows of the JSON: one for each contender in each setting, over all repetitions. None means unknown."""
     return [_row(case, findings) for case in findings.outcomes]
 
 
@@ -73,7 +73,7 @@ def _row(case: Case, findings: Findings) -> Row:
         "mfu": tokens_per_s * flops_of(case.shape) / peak if peak else None,
         "wire_s": {wire: used["seconds"] for wire, used in wires.items()},  # per step
         "wire_bytes": {wire: used["bytes"] for wire, used in wires.items()},
-        # Per step, by one rank.
+        # Sent per step by one rank.
         "moved_bytes": sum(used["bytes"] for used in wires.values()) if wires else first["moved_bytes"],
         "memory": {kind: max(answer["memory"][kind] for answer in every) for kind in first["memory"]},  # peaks
         "overlap": first.get("overlap", {}),  # of the traced step: the fields of `overlap.Overlap`
@@ -92,12 +92,12 @@ def _medians(case: Case, findings: Findings) -> list[float]:
 
 
 def _ratios(case: Case, findings: Findings) -> dict[str, dict[str, float]]:
-    """The peers' time / ours, taken within a repetition, so that both had the same conditions."""
+    """Return peer's time / ours for each peer. Both times are of one repetition, so that conditions were the same."""
     found = {}
     for peer in findings.session.peers:
         other = replace(case, contender=peer)
         if other in findings.verdicts and findings.verdicts[other].status == "ok":
-            # In an unfinished session one of them may be a repetition ahead.
+            # In an unfinished session one of the two may have run once more than the other.
             pairs = zip(_medians(other, findings), _medians(case, findings), strict=False)
             ratios = [theirs / ours for theirs, ours in pairs]
             found[peer] = _spread(statistics.median(ratios), ratios)
@@ -146,7 +146,7 @@ def note_of(findings: Findings) -> str:
 
 
 def columns(rows: Sequence[Row]) -> Columns:
-    """The cells of the table by column, without empty columns."""
+    """Return the cells of the table by column, without empty columns."""
     peers = dict.fromkeys(peer for row in rows for peer in row["ratios"])
     wires = dict.fromkeys(wire for row in rows for wire, busy_s in row["wire_s"].items() if busy_s)
     kinds = ("allocated", "active", "reserved", "host")
@@ -211,7 +211,7 @@ def page_of(findings: Findings) -> Page:
 
 
 def name_of(session: Session) -> str:
-    """The name of the files: the shapes and the world."""
+    """Return the name for the result files, made of the shapes and the world size."""
     case = session.settings[0]
     shapes = "-".join(dict.fromkeys(setting.shape.name for setting in session.settings))
     if not case.fabric:

@@ -1,8 +1,8 @@
 """The effect of codecs on training: one model, trained from the same weights on the same data under each strategy.
 
 The first strategy is exact, and the others are compared with it. Every run is `shardwise train` in its own process and
-folder, with the same settings; the data is tokenised once. The exact run's checkpoint then shows how much of its
-gradients and weights each codec loses (`wire_codecs`).
+folder, with the same settings; the data is tokenised once. `wire_codecs` then loads the exact run's checkpoint, and
+measures the error of each codec on its gradients and weights.
 """
 
 import json
@@ -39,17 +39,17 @@ from .pages import Columns, Page, cells, filled, machine, results_page
 
 Strategy = str | dict[str, str]
 
-# Exit codes of `shardwise train` with a meaning; any other is a crash.
+# The known exit codes of `shardwise train`. Any other means a crash.
 STATUSES = {0: "ok", 2: "refused", 3: "oom", 4: "diverged"}
 SECONDS_BETWEEN_LINES = 30.0
 SECONDS_TO_END = 30.0
 LONGEST = 300  # characters of an error
-NUM_LAST = 20  # steps whose mean is the loss of a run
+NUM_LAST = 20  # the loss of a run is the mean over this many last steps
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """`settings` are those of every run, apart from its strategy and folder. The first strategy is the exact one."""
+    """A request to `shardwise bench wire`. Runs differ in strategy and folder only. The first strategy is exact."""
 
     settings: Settings
     strategies: Mapping[str, Strategy]  # by name
@@ -91,7 +91,7 @@ class Request:
 
 
 def strategies_of(text: str) -> dict[str, Strategy]:
-    """Parse --strategies: presets with codecs, or JSON mappings from unit patterns to them; by name."""
+    """Parse --strategies into a dict by name: presets with codecs, or JSON mappings from unit patterns to presets."""
     found: dict[str, Strategy] = {}
     for contender in strategies_in(text):
         name = contender.removeprefix(f"{OURS}:")
@@ -117,7 +117,7 @@ def codecs_of(text: str) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True)
 class TrainedRun:
-    """The figures of one run. A failed or refused run has none, a diverged one those until then."""
+    """The figures of one run. A failed or refused run has none. A diverged run has those up to the divergence."""
 
     strategy: str
     status: str = "ok"  # ok, diverged, refused, oom or failed
@@ -127,7 +127,7 @@ class TrainedRun:
     step_s: float | None = None  # median
     wire_bytes: float | None = None  # that one rank sends per step
     planned_wire_bytes: float | None = None
-    inter_node_bytes: float | None = None  # the part that crosses the border of the rank's node
+    inter_node_bytes: float | None = None  # the part of them that leaves the rank's node
     traffic: Sequence[Mapping[str, Any]] = ()
     tokens_per_step: float | None = None
     num_params: int | None = None
@@ -171,12 +171,12 @@ def run(request: Request, folder: Path, say: Say) -> Iterator[Findings]:
             say("measuring codecs on its gradients and weights")
             findings.codecs, findings.codecs_error = _codecs(request, place)
             yield findings
-        # Only figures are needed from here on, and a checkpoint is three times as large as the model.
+        # The checkpoint, three times as large as the model, is no longer needed.
         shutil.rmtree(place / CHECKPOINTS, ignore_errors=True)
 
 
 def _codecs(request: Request, run_folder: Path) -> tuple[dict[str, Any], str]:
-    """The result of `wire_codecs`, and an error if there is none."""
+    """Return the result of `wire_codecs`, and the error if there is no result."""
     answer, log = run_folder.with_suffix(".codecs.json"), run_folder.with_suffix(".codecs.log")
     question = {
         "run": str(run_folder),
@@ -226,9 +226,9 @@ def train(settings: Settings, strategy: str, folder: Path, num_ranks: int, say: 
 
 
 def _run(module: list[str], environment: Mapping[str, str], log: Path, watch: Callable[[], None] | None = None) -> int:
-    """Run `python -m MODULE` with its output in a file. `watch` is called now and then. Return the exit code."""
+    """Run `python -m MODULE` with its output in a file. Call `watch` at intervals. Return the exit code."""
     with log.open("w") as sink:
-        # In its own process group: Ctrl-C reaches this process only, which then ends the run once.
+        # In its own session: Ctrl-C reaches only this process, which then terminates the run.
         worker = subprocess.Popen(
             [sys.executable, "-m", *module],
             env=as_child(environment),
@@ -254,27 +254,27 @@ def _run(module: list[str], environment: Mapping[str, str], log: Path, watch: Ca
 
 
 def last_words(log: str, code: int) -> str:
-    """The error in the output of a process: its last message, or its last line."""
+    """Return the error in the output of a process: the last message of shardwise, or else the last line."""
     lines = [line.strip() for line in log.splitlines() if line.strip()]
     messages = [line.removeprefix("shardwise: ") for line in lines if line.startswith("shardwise: ")]
     return (messages or lines or [f"exit code {code}"])[-1][:LONGEST]
 
 
 def inter_node_bytes(rows: Sequence[Mapping[str, Any]], num_ranks: int, node_size: int) -> float:
-    """Traffic between nodes as the planner counts it: a node receives each element that it lacks once."""
+    """Return one rank's traffic between nodes, counted as in the planner: a node receives each missing element once."""
     num_nodes = num_ranks // node_size
     sizes = {"world": num_ranks, "node": node_size, "replicate": num_nodes}
     total = 0.0
     for row in rows:
         size, kind = sizes[row["axis"]], row["kind"]
-        # The ledger counts a share of the buffer, and a call is described by the size of the whole.
+        # The ledger has the bytes that a rank sent. `Call` needs the size of the whole buffer.
         whole = round((row["seen_bytes"] or 0.0) * size / (size - 1) / SHARE_OF_BUFFER[kind])
         total += crossing_bytes(Call(kind, row["axis"], row["dtype"], whole, size), num_nodes, node_size)
     return total
 
 
 def _progress(metrics: Path, settings: Settings) -> str:
-    """The last complete row of the metrics."""
+    """Return step and loss of the last complete row of the metrics."""
     lines = metrics.read_text().splitlines() if metrics.exists() else []
     for line in reversed(lines):
         try:
@@ -287,7 +287,7 @@ def _progress(metrics: Path, settings: Settings) -> str:
 
 
 def rows_of(findings: Findings) -> list[dict[str, Any]]:
-    """Every strategy compared with the exact one. Differences are relative; an unknown figure is None."""
+    """Return a row for each strategy, compared with the exact one. Differences are relative. None means unknown."""
     exact = findings.runs.get(findings.request.exact, TrainedRun(""))
     return [_row(run, exact, findings.request.num_steps) for run in findings.runs.values()]
 
@@ -320,7 +320,7 @@ def _difference(own: float | None, exact: float | None) -> float | None:
 
 
 def _last(run: TrainedRun, num_steps: int) -> float | None:
-    """The mean loss of the last steps of a run that was completed."""
+    """Return the mean loss of the last steps; None if the run was not completed."""
     losses = run.losses or {}
     last = [loss for step, loss in losses.items() if num_steps - NUM_LAST < step <= num_steps]
     return statistics.fmean(last) if num_steps in losses else None
@@ -357,9 +357,9 @@ def note_of(findings: Findings) -> str:
 
 
 def strategy_columns(findings: Findings) -> Columns:
-    """The cells of the main table by column, without empty columns."""
+    """Return the cells of the main table by column, without empty columns."""
     exact, rows = findings.request.exact, rows_of(findings)
-    # Differences of the exact one to itself are left out.
+    # The row of the exact strategy shows no differences: they would be 0.
     others = [{} if row["strategy"] == exact else row for row in rows]
     largest = zip(cells(others, "largest_difference", ".2%"), rows, strict=True)
     return filled(
@@ -411,6 +411,6 @@ def page_of(findings: Findings) -> Page:
 
 
 def name_of(request: Request) -> str:
-    """The name of the files."""
+    """Return the name for the result files."""
     model = Path(request.settings.model)
     return f"bench-wire-{model.stem if model.suffix == '.json' else model.name}-{request.num_ranks}-ranks"

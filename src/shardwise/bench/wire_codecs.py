@@ -2,9 +2,9 @@
 
     python -m shardwise.bench.wire_codecs REQUEST ANSWER
 
-REQUEST names, as JSON, the run whose newest checkpoint is opened, and the codecs; the result goes to the file ANSWER.
-The gradient is that of rank 0's first micro-batch of the next step: what a rank would have sent. The matrices of a unit
-are one row, as in communication; tensors that are never encoded are left out.
+REQUEST is JSON: the run whose newest checkpoint is opened, and the codecs. The result goes to the file ANSWER. The
+gradient is that of rank 0's first micro-batch of the next step, as this rank would send it. The matrices of a unit are
+concatenated to one row, as in communication. Tensors that are never encoded are left out.
 """
 
 import json
@@ -39,7 +39,7 @@ MILLION = 1e6
 
 
 def lost_by(name: str, values: Sequence[Tensor]) -> dict[str, Any]:
-    """The error over all matrices, and that of the worst unit. None: a value is not finite any more."""
+    """Return the error over all matrices, and that of the worst unit. None means that a decoded value is not finite."""
     codec = parse(name)
     sizes = [encoded_bytes(codec, value.numel(), value.dtype) for value in values]
     num_elems = sum(value.numel() for value in values)
@@ -53,7 +53,7 @@ def lost_by(name: str, values: Sequence[Tensor]) -> dict[str, Any]:
             encode(codec, value, row, index)
             between_s = _now(value.device)
             decode(codec, row, back)
-            if turn >= 0:  # the first one is a warm-up: kernels may be compiled
+            if turn >= 0:  # turn -1 is a warm-up: kernels may be compiled
                 encode_s[turn] += between_s - began_s
                 decode_s[turn] += _now(value.device) - between_s
         wide, back_wide = value.double(), back.double()
@@ -65,7 +65,7 @@ def lost_by(name: str, values: Sequence[Tensor]) -> dict[str, Any]:
     units = [math.sqrt(error / square) for error, square in zip(errors, squares, strict=True) if square]
     return {
         "codec": name,
-        "relative_rms": _finite(math.sqrt(math.fsum(errors) / total) if total else 0.0),  # of the error / of the values
+        "relative_rms": _finite(math.sqrt(math.fsum(errors) / total) if total else 0.0),  # RMS: error / values
         "worst_relative_rms": max(units, default=0.0) if all(map(math.isfinite, units)) else None,
         "cosine": _finite(sum(dots) / lengths if lengths else 1.0),
         "bytes_per_elem": sum(sizes) / num_elems,
@@ -85,7 +85,7 @@ def _now(device: torch.device) -> float:
 
 
 def matrices(model: nn.Module, trained: bool, buffer_of: Callable[[FlatState], Tensor]) -> Iterator[Tensor]:
-    """The encodable part of each flat's buffer: one row per unit."""
+    """Yield one row per unit: the parts of its flats' buffers that codecs encode."""
     for unit in engine_of(model).units:
         rows = []
         for state in unit.states:

@@ -1,9 +1,9 @@
 """A checkpoint as a folder, and the checkpoints of a run. One rank calls these functions.
 
-A checkpoint is written next to its place, into `<path>.partial`. Its marker comes last, when the disk has everything
-else, and only then is it renamed. The marker holds the digest of the index, so a checkpoint with a marker is as it was
-written. To replace a checkpoint takes two renames: in between, the new one is complete under its other name, and is
-found there.
+A checkpoint is written into `<path>.partial`. When everything else is on disk, its marker, the file `complete`, is
+written. Then the folder is renamed to `<path>`. The marker holds the digest of the index, which shows later whether the
+index was changed. To replace a checkpoint takes two renames. Between them the new checkpoint is complete, but still
+at `<path>.partial`; so `find` also looks there.
 
 The checkpoints of a run are `step-000100` and so on, in one folder. Only the markers decide which of them are complete.
 `latest` is a link to the newest complete one, for people and other tools; nothing here reads it.
@@ -23,17 +23,17 @@ from ..base.errors import CheckpointError, DamageError, SaveError
 from ..base.files import read_regular
 
 INDEX, MARKER = "index.json", "complete"
-CHECKPOINTS = "checkpoints"  # their folder in a run folder
+CHECKPOINTS = "checkpoints"  # the folder of all checkpoints in a run folder
 INSIDE = "shardwise"  # our checkpoint in a folder of the Trainer or of Accelerate; further models: shardwise_1 ...
 LATEST = "latest"
 _NAME = re.compile(r"step-(\d{6,})(\.partial|\.replaced)?")
-# Half a million tensors with two moments each, or two million without; a marker is 64 characters.
+# Enough for half a million tensors with two moments each, or two million without. A marker is 64 characters.
 MAX_INDEX_BYTES, MAX_MARKER_BYTES = 256 << 20, 1 << 10
 
 
 @contextmanager
 def os_errors_as(kind: type[CheckpointError], what: str) -> Iterator[None]:
-    """Raise OSErrors as another class, with their reason after `what`."""
+    """Turn an OSError into an error of class `kind`, with its reason after `what`."""
     try:
         yield
     except OSError as error:
@@ -54,7 +54,7 @@ def replaced_of(path: Path) -> Path:
 
 
 def find(path: Path) -> Path | None:
-    """Return the folder of the complete checkpoint of this name, if there is one."""
+    """Return the folder of the complete checkpoint of this name (`path` or its partial folder), or None."""
     return next((place for place in (path, partial_of(path)) if (place / MARKER).is_file()), None)
 
 
@@ -63,7 +63,7 @@ def _refuse(problem: str) -> None:
 
 
 def read_index(path: Path, complain: Callable[[str], object] = _refuse) -> tuple[Path, bytes]:
-    """Return the folder of a checkpoint and the text of its index; `complain` if it is incomplete or was changed."""
+    """Return the folder of a checkpoint and its index as text. Call `complain` if it is incomplete or was changed."""
     sealed, partial = find(path), partial_of(path)
     if sealed is None:
         if not (path / INDEX).is_file() and not partial.is_dir():
@@ -84,7 +84,7 @@ def _read(path: Path, max_bytes: int) -> bytes:
 
 
 def begin(path: Path) -> Path:
-    """Make an empty folder to write into."""
+    """Make the empty partial folder, into which a checkpoint is written."""
     if path.exists() and not (path.is_dir() and ((path / INDEX).is_file() or not any(path.iterdir()))):
         raise SaveError(f"{path} exists and is not a checkpoint, so it is not replaced: save to another path")
     partial = partial_of(path)
@@ -95,7 +95,7 @@ def begin(path: Path) -> Path:
 
 
 def settle(path: Path) -> None:
-    """Remove the remains of a killed save; if it died between two renames, put the checkpoint in place."""
+    """Remove what a killed save has left. If it was killed between the two renames, do the second one."""
     if find(path) == partial_of(path):
         put_in_place(path)
     remove(partial_of(path))
@@ -104,14 +104,14 @@ def settle(path: Path) -> None:
 
 
 def abandon(path: Path) -> None:
-    """Remove the remains of a failed save, but never a complete checkpoint of which there is no other copy."""
+    """Remove what a failed save has left, unless the partial folder is the only complete checkpoint."""
     if find(path) != partial_of(path):
         with suppress(OSError):
             remove(partial_of(path))
 
 
 def complete(path: Path, index: str) -> None:
-    """Seal the content of the partial folder, and rename the folder to `path`."""
+    """Write the index and the marker into the partial folder, and rename the folder to `path`."""
     partial, text = partial_of(path), index.encode()
     if len(text) > MAX_INDEX_BYTES:
         raise SaveError(f"cannot complete {partial}: its {INDEX} exceeds {MAX_INDEX_BYTES:,} bytes: save fewer tensors")
@@ -119,7 +119,7 @@ def complete(path: Path, index: str) -> None:
         (partial / INDEX).write_bytes(text)
         sync(partial / INDEX)
         sync(partial)
-        # The marker appears complete or not at all, also on a full disk or if the process dies.
+        # A rename is atomic: the marker exists with all of its content or not at all, even if the process dies.
         draft = partial / f"{MARKER}.draft"
         draft.write_text(hashlib.sha256(text).hexdigest())
         sync(draft)
@@ -129,7 +129,7 @@ def complete(path: Path, index: str) -> None:
 
 
 def put_in_place(path: Path) -> None:
-    """Rename the partial folder; the old one is removed afterwards, and comes back if the rename fails."""
+    """Rename the partial folder to `path`. Then remove the old checkpoint; if the rename fails, restore it."""
     replaced = replaced_of(path)
     remove(replaced)
     if path.exists():
@@ -141,15 +141,15 @@ def put_in_place(path: Path) -> None:
             replaced.rename(path)
         raise
     sync(path.parent)
-    # The new one is in place even if the old one cannot be removed: a reader may prevent that (NFS).
+    # The save has succeeded even if the old checkpoint cannot be removed: on NFS a reader may prevent that.
     with suppress(OSError):
         remove(replaced)
 
 
 def remove(folder: Path) -> None:
-    """Remove a folder, its marker first, so that an interrupted removal leaves no checkpoint.
+    """Remove a folder, its marker first, so that an interrupted removal leaves no folder that looks complete.
 
-    Of a link, only the link is removed: its target may be another checkpoint.
+    If it is a link, only the link is removed: its target may be another checkpoint.
     """
     if folder.is_symlink():
         folder.unlink()
@@ -160,12 +160,12 @@ def remove(folder: Path) -> None:
 
 
 def sync(path: Path) -> None:
-    """Wait until the disk has a file, or the names in a folder."""
+    """Wait until a file, or the list of names in a folder, is on disk (fsync)."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     except OSError as error:
-        # Some file systems (SMB, some of FUSE's) sync files only.
+        # Some file systems (SMB, some FUSE ones) can sync files but not folders.
         if error.errno != errno.EINVAL or not path.is_dir():
             raise
     finally:
@@ -196,7 +196,7 @@ def latest(root: Path) -> Path | None:
 
 
 def newest_in(path: Path) -> Path:
-    """Return the newest complete checkpoint of a run, or the one in a Trainer's or Accelerate's folder; else `path`."""
+    """Return the complete checkpoint at or in `path`: of Trainer or Accelerate, or the newest of a run; else `path`."""
     for place in (path, path / INSIDE):
         if find(place) is not None:
             return place
@@ -204,7 +204,7 @@ def newest_in(path: Path) -> Path:
 
 
 def point_to(root: Path, step: int) -> None:
-    """Point `latest` to a complete checkpoint, where the file system has links."""
+    """Make `latest` a link to a complete checkpoint, if the file system supports links."""
     draft = root / f".{LATEST}"
     with suppress(OSError):
         draft.unlink(missing_ok=True)
@@ -213,9 +213,9 @@ def point_to(root: Path, step: int) -> None:
 
 
 def go_on_from(root: Path, step: int) -> Path | None:
-    """Prepare to continue a run from this checkpoint, and remove the remains of killed saves.
+    """Prepare to continue a run from this checkpoint, and remove what killed saves have left.
 
-    Later checkpoints, also damaged ones, belong to another branch: they are moved to another folder, which is returned.
+    Later checkpoints, also damaged ones, do not belong to the continued run. They are moved to a folder: the result.
     """
     for number in all_steps(root):
         settle(step_folder(root, number))
@@ -233,9 +233,9 @@ def go_on_from(root: Path, step: int) -> Path | None:
 
 
 def prune(root: Path, keep: int, is_good: Callable[[Path], bool]) -> None:
-    """Remove all but the newest `keep` complete checkpoints, and unfinished ones of older saves.
+    """Keep the newest `keep` complete checkpoints, and the newest for which `is_good` is true. Remove all older ones.
 
-    The newest one that `is_good` stays too. If none is good, nothing is removed.
+    Unfinished checkpoints are removed if a newer one is complete. If none is good, nothing is removed.
     """
     if keep < 1:
         raise ValueError(f"prune(keep={keep}) would remove every checkpoint: keep at least 1")

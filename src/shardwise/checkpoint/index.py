@@ -18,7 +18,7 @@ from ..base.documents import parse
 from ..base.errors import CheckpointError, DamageError
 from ..base.intervals import Interval
 
-# The dtypes that files can hold: the name in safetensors, and in torch.
+# The dtypes that files can hold: their names in safetensors and in torch.
 _DTYPE_NAMES = (
     "F64:float64 F32:float32 F16:float16 BF16:bfloat16 F8_E4M3:float8_e4m3fn F8_E5M2:float8_e5m2 I64:int64 I32:int32 "
     "I16:int16 I8:int8 U8:uint8 U64:uint64 U32:uint32 U16:uint16 BOOL:bool C64:complex64"
@@ -31,16 +31,16 @@ NAMES = {dtype: name for name, dtype in DTYPES.items()}
 Plain = bool | int | float | str | None
 Kind = Literal["parameter", "buffer", "unknown"]
 
-# No tensor has more.
+# Limits of torch: the dimensions, and the elements, of a tensor.
 MAX_DIMS, MAX_COUNT = 64, (1 << 63) - 1
 MAX_NAME = 4096
-# Tied weights are the same bytes under several names, a reused layer under dozens; a mask may be one number. More is a
-# small file that claims to hold terabytes.
+# Tied weights are the same bytes under several names, and a reused layer has dozens of names. A mask may be one number,
+# expanded. So tensors may have this many times the bytes of the files, plus 1 GiB. A small file cannot claim terabytes.
 MAX_USES, FREE_BYTES = 64, 1 << 30
 
 
 class Check(NamedTuple):
-    """Some bytes of a file, and the CRC-32 (as in zlib and gzip) that they had when they were written."""
+    """A range of bytes in a file, and its CRC-32 (as in zlib and gzip) when it was written."""
 
     offset: int
     num_bytes: int
@@ -49,7 +49,7 @@ class Check(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class File:
-    """A file inside the checkpoint's folder. Checks are in order and cover it; files of other libraries have none."""
+    """A file inside the checkpoint's folder. Its checks cover it, in order. Files of other libraries have none."""
 
     name: str
     num_bytes: int
@@ -57,7 +57,7 @@ class File:
 
 
 class Piece(NamedTuple):
-    """The elements from `start` to `stop` of a tensor: plain little-endian bytes from `offset` on in a file."""
+    """The elements from `start` to `stop` of a tensor: plain little-endian bytes that begin at `offset` in a file."""
 
     file: int
     offset: int
@@ -66,13 +66,13 @@ class Piece(NamedTuple):
 
 
 def one_piece(file: int, offset: int, num_elems: int) -> tuple[Piece, ...]:
-    """Return the pieces of a tensor that lies in one place; there is none of an empty one."""
+    """Return the pieces of a contiguous tensor: one, or none if the tensor is empty."""
     return (Piece(file, offset, 0, num_elems),) if num_elems else ()
 
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """A tensor in files; `dtype` in the words of safetensors. The pieces are in order and cover it exactly."""
+    """A tensor in files. `dtype` is its name in safetensors. The pieces are in order and cover the tensor exactly."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -95,8 +95,8 @@ class Stored:
 class Saved(Stored):
     """A tensor of a model, under one of its names.
 
-    `tied`: the other names that it has in the model. `group`: the number of the optimizer's group that it is in, if it
-    is in one. `state`: the optimizer's state; a state tensor with the shape of the parameter is cut like it.
+    `tied`: its other names in the model. `group`: the number of its parameter group in the optimizer, if it has one.
+    `state`: its optimizer state. A state tensor with the shape of the parameter is split over the ranks like it.
     """
 
     kind: Kind = "unknown"
@@ -107,27 +107,27 @@ class Saved(Stored):
 
     @property
     def stored_state(self) -> dict[str, Stored]:
-        """Return the tensors of the optimizer's state."""
+        """Return the optimizer's state without plain values: tensors only."""
         return {key: item for key, item in self.state.items() if isinstance(item, Stored)}
 
     def stored(self, key: str | None) -> Stored:
-        """Return the tensor itself, or the one of the state under `key`."""
+        """Return the tensor itself (key None), or the state tensor with this key."""
         return self if key is None else self.stored_state[key]
 
     def with_pieces(self, pieces: Mapping[str | None, tuple[Piece, ...]]) -> "Saved":
-        """Return it with other pieces: its own under None, and those of the state by key."""
+        """Return a copy with other pieces: those of the tensor itself under None, those of the state by key."""
         state = {key: replace(item, pieces=pieces.get(key, ())) for key, item in self.stored_state.items()}
         return replace(self, pieces=pieces.get(None, ()), state={**self.state, **state})
 
     def is_split(self, key: str) -> bool:
-        """Return whether a tensor of state is shaped, and so cut, like the parameter. A count of steps never is."""
+        """True for a state tensor with the shape of the parameter: it is split like it. Never for the step count."""
         item = self.state[key]
         return isinstance(item, Stored) and item.shape == self.shape and key != "step"
 
 
 @dataclass(frozen=True, slots=True)
 class Optimizer:
-    """The optimizer. `name`: its class, empty where the checkpoint does not have it."""
+    """The optimizer: its class (`name`; empty if unknown), its parameter groups, and the state of the loss scaler."""
 
     name: str
     groups: tuple[dict[str, Any], ...]
@@ -136,7 +136,7 @@ class Optimizer:
 
 @dataclass(frozen=True, slots=True)
 class Index:
-    """Everything in a checkpoint but the tensors' bytes. `origin`: its writer. `extra`: the program's own values."""
+    """Everything in a checkpoint but the tensors' bytes. `origin`: its writer. `extra`: values that the user saved."""
 
     files: tuple[File, ...]
     tensors: dict[str, Saved]
@@ -150,7 +150,7 @@ class Index:
         return sum(stored.num_bytes for _, stored in self.every_stored())
 
     def every_stored(self) -> Iterator[tuple[str, Stored]]:
-        """Yield all tensors with names for messages: the model's, then the optimizer's."""
+        """Yield all tensors with names for error messages: the model's, then the optimizer's."""
         yield from self.tensors.items()
         for name, saved in self.tensors.items():
             for key, item in saved.stored_state.items():
@@ -158,7 +158,7 @@ class Index:
 
 
 def count(value: Any) -> int:
-    """Check a number of things from an untrusted file. Raise ValueError."""
+    """Check a count (an int of 0 or more) from an untrusted file. Raise ValueError."""
     if type(value) is not int or not 0 <= value <= MAX_COUNT:
         raise ValueError("a number of things is expected, and something else is there")
     return value
@@ -172,15 +172,15 @@ def counts(values: Any, at_most: int = MAX_DIMS) -> tuple[int, ...]:
 
 
 def text(value: Any, max_length: float = MAX_NAME) -> str:
-    """Check a name from an untrusted file; a pickle can repeat a long one a thousand times. Raise ValueError."""
+    """Check a name from an untrusted file. It must be short: a pickle can repeat it many times. Raise ValueError."""
     if type(value) is not str or len(value) > max_length:
         raise ValueError("no short text where a name is expected")
-    value.encode()  # JSON and pickles can hold halves of characters, which neither file names nor terminals can
+    value.encode()  # raises for lone surrogates, which JSON and pickles can hold, but not UTF-8
     return value
 
 
 def shape_from(values: Any) -> tuple[int, ...]:
-    """Check a shape from an untrusted file, also one without elements. Raise ValueError."""
+    """Check a shape from an untrusted file. Dimensions of 0 do not hide others that are too large. Raise ValueError."""
     shape = counts(values)
     if prod(filter(None, shape)) > MAX_COUNT:
         raise ValueError(f"no tensor has the shape {shape}")
@@ -188,7 +188,7 @@ def shape_from(values: Any) -> tuple[int, ...]:
 
 
 def require_inside(name: str) -> None:
-    """Raise unless a file of this name is in the folder that names it."""
+    """Raise unless a file with this relative name is inside the checkpoint's folder."""
     path = PurePosixPath(name)
     if not path.parts or path.is_absolute() or ".." in path.parts or "\\" in name or "\0" in name:
         raise CheckpointError(f"it names a file {name!r}, which is not inside the checkpoint")
@@ -223,7 +223,7 @@ def require_sound(index: Index) -> None:
 
 
 def cut(stored: Stored, wanted: Interval) -> Iterator[Piece]:
-    """Yield the parts of the pieces that hold an interval of a tensor, in order."""
+    """Yield the pieces of an interval of a tensor, in order: the pieces that overlap it, cut at its ends."""
     size = stored.torch_dtype.itemsize
     for piece in stored.pieces:
         start, stop = max(piece.start, wanted.start), min(piece.stop, wanted.stop)
@@ -259,7 +259,7 @@ def to_json(index: Index) -> str:
         "optimizer": index.optimizer,
         "extra": index.extra,
     }
-    # One by one: a million tensors are a gigabyte of lists and objects.
+    # Tensors are encoded one by one: a million of them as lists and dicts would take a gigabyte.
     tensors = ",".join(f"{_dumps(name)}:{_dumps(saved)}" for name, saved in index.tensors.items())
     return f'{_dumps(body)[:-1]},"tensors":{{{tensors}}}}}'
 
@@ -299,7 +299,7 @@ def from_json(content: str | bytes) -> Index:
 
 
 def in_words(error: Exception) -> str:
-    """Describe for people why JSON could not be decoded."""
+    """Return a readable reason why a file could not be decoded."""
     match error:
         case json.JSONDecodeError():
             return f"it is no JSON: {error.msg} at line {error.lineno}, column {error.colno}"

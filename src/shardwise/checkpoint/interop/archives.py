@@ -1,8 +1,8 @@
 """The files of another library's checkpoint, and the archives of torch.save in them, read without torch.load.
 
-An archive is a zip file of a pickle and of the bytes of its storages. Nothing is compressed in it, so a storage is
-bytes at a place in the file, and no tensor is read here. The archive may be a whole file or lie inside one, as in
-torch's distributed checkpoints.
+An archive is a zip file with a pickle and the bytes of the storages that it refers to. Nothing is compressed, so a
+storage is a range of bytes in the file. This module finds the ranges, and reads no tensor. The archive may be a whole
+file, or a part of one, as in torch's distributed checkpoints.
 """
 
 import io
@@ -47,7 +47,7 @@ class NumberedFile(OpenFile):
 
 
 def load(source: NumberedFile, offset: int = 0, num_bytes: int | None = None) -> Any:
-    """Return the value that torch.save wrote, with tensors as places in the file."""
+    """Return the value that torch.save wrote. In place of tensors it has their positions in the file."""
     try:
         archive = _Archive(source, offset, source.num_bytes - offset if num_bytes is None else num_bytes)
         return pickles.read(archive.content("data.pkl", pickles.MAX_PICKLE_BYTES), archive.storage)
@@ -58,9 +58,9 @@ def load(source: NumberedFile, offset: int = 0, num_bytes: int | None = None) ->
 
 
 class _Archive:
-    """The entries of an archive by name, without the folder that torch.save puts in front of them.
+    """The entries of an archive by name, without the name of the folder that torch.save puts in front.
 
-    It is also the file from which `zipfile` reads the directory.
+    It is also a file object (`read`, `seek`, `tell`), from which `zipfile` reads the directory of the archive.
     """
 
     def __init__(self, source: NumberedFile, offset: int, num_bytes: int) -> None:
@@ -118,7 +118,7 @@ class _Archive:
         return Storage(self._source.number, offset, num_bytes, dtype)
 
     def _place(self, name: str) -> tuple[int, int]:
-        """Return where the content of an entry begins in the file, and its length."""
+        """Return the offset in the file at which the content of an entry begins, and its length."""
         entry = self._entries.get(name)
         if entry is None:
             raise CheckpointError(f"it has no {name!r}")

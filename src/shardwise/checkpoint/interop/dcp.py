@@ -1,8 +1,8 @@
 """Read folders of torch's distributed checkpoint (DCP): `.metadata`, and `.distcp` files with the tensors' parts.
 
-The metadata, a pickle, has the shape of every tensor, the rectangles into which it was cut, and the place of each: an
-archive of torch.save for one rectangle, inside a file with many. The directory of each archive is read, and no tensor.
-Accelerate writes such folders, one for the model and one for the optimizer.
+The metadata is a pickle. For every tensor it has the shape, the rectangles (chunks) into which the tensor was cut, and
+the place of each chunk: a file, and a range in it that is an archive of torch.save. This module reads the directories
+of the archives, and no tensor. Accelerate writes two such folders, for the model and for the optimizer.
 """
 
 from collections.abc import Iterable, Sequence
@@ -42,14 +42,14 @@ def read_accelerate(folder: Path) -> Index:
 
 
 def _add(found: Described, inside: str) -> str:
-    """Add everything that one `.metadata` describes; return the version that it names."""
+    """Add everything that one `.metadata` describes to `found`; return the version that it names."""
     source = found.source(f"{inside}{METADATA}")
     try:
         content = source.read_all(pickles.MAX_PICKLE_BYTES)
         metadata = _Metadata(found, inside, pickles.read(content))
         optimizer = []
         splits = {key: _split(metadata.paths.get(key, (key,))) for key in metadata.entries}
-        # Tensors that are in no mapping are the model's, if nothing else is.
+        # If no key has a prefix such as `model`, tensors at the top level are the model's.
         is_flat = all(what != "model" for what, _ in splits.values())
         for key, (what, rest) in splits.items():
             if is_flat and what == "other" and len(rest) == 1:
@@ -69,14 +69,14 @@ def _add(found: Described, inside: str) -> str:
 
 
 class _Metadata:
-    """A checked `.metadata`: `entries` by key, and the `paths` of keys in the state dict, where they are known."""
+    """A checked `.metadata`: `entries` by flat key, and `paths`, the nested keys in the state dict, if known."""
 
     def __init__(self, found: Described, inside: str, given: Any) -> None:
         self._found = found
         self.entries: dict[str, Record] = given.state["state_dict_metadata"]
         self.paths: dict[str, tuple[Any, ...]] = given.state.get("planner_data") or {}
         self.version = version_text(given.state.get("version"))
-        # The file, the offset and the length of the archive of each part of a tensor, and of each value.
+        # For each chunk of a tensor, and for each other value: the file, offset and length of its archive.
         self._places: dict[tuple[str, tuple[int, ...]], tuple[str, int, int]] = {}
         for index, info in given.state["storage_data"].items():
             if info.get("transform_descriptors"):
@@ -89,7 +89,7 @@ class _Metadata:
         return self.entries[key].name.endswith(".TensorStorageMetadata")
 
     def value(self, key: str) -> Any:
-        """Return a tensor as its pieces, or another value as it is."""
+        """Return a tensor as `Stored`, without reading it; return any other value itself."""
         if not self.is_tensor(key):
             num_bytes = self._places[key, ()][2]
             if num_bytes > _MAX_VALUE_BYTES:
@@ -114,7 +114,7 @@ class _Metadata:
 
 
 def _split(path: tuple[Any, ...]) -> tuple[str, tuple[Any, ...]]:
-    """Return "model", "optimizer" or "other" for a path, and the rest of the path in there."""
+    """Return whether a path is in the "model", the "optimizer" or "other", and the part of the path below that."""
     for depth, word in enumerate(path[:-1][:2]):
         if word in _MODEL:
             return "model", path[depth + 1 :]
@@ -130,7 +130,7 @@ def _name(keys: Sequence[Any]) -> str:
 
 
 def _add_optimizer(found: Described, values: Iterable[tuple[tuple[Any, ...], Any]]) -> None:
-    """Add the values of an optimizer's state dict, nested or by names with dots as torchtitan writes them."""
+    """Add the values of an optimizer's state dict. It is nested, or flat with dotted keys, as torchtitan writes it."""
     state: dict[str, dict[str, Any]] = {}
     groups: dict[int, dict[str, Any]] = {}
     settings: dict[str, dict[str, Any]] = {}

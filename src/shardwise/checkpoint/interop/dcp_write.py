@@ -1,8 +1,8 @@
 """Write any checkpoint as a folder that torch's distributed checkpoint (DCP) loads.
 
 The folder holds what `torch.distributed.checkpoint.state_dict` expects: `model` and `optimizer`, tied weights under all
-of their names, and the groups' settings. Each part of a tensor is read and written with torch.save when its turn comes;
-torch's own writer would keep all tensors of a file in memory until the file is complete.
+of their names, and the settings of the parameter groups. Parts of tensors are read, and written with torch.save, one
+after the other. torch's own writer would keep all tensors of a file in memory until the file is complete.
 """
 
 from collections.abc import Iterator
@@ -22,12 +22,12 @@ from ..tensor_files import OnBytes
 from ..writer import MAX_FILE_BYTES, new_folder
 
 _PART_BYTES = 64 << 20
-# torch requires these settings; the values are its defaults.
+# Settings that torch requires in a parameter group, with torch's default values.
 _HOW = {"foreach": None, "capturable": False, "differentiable": False, "fused": None}
 
 
 def write_dcp(opened: Opened, path: Path, on_bytes: OnBytes = lambda num_bytes: None) -> None:
-    """Write a checkpoint; at most one part of a tensor is in memory."""
+    """Write a checkpoint. At most one part of a tensor is in memory at a time."""
     metadata = dcp.Metadata({}, planner_data={})
     with new_folder(path) as into, opened.reader() as reader:
         with ExitStack() as stack:
@@ -50,7 +50,7 @@ def write_dcp(opened: Opened, path: Path, on_bytes: OnBytes = lambda num_bytes: 
 
 
 class _Files:
-    """Files of a bounded size, one after the other, named as if each came from another rank."""
+    """Writes values into files. A full file is followed by a new one, named as if another rank had written it."""
 
     def __init__(self, folder: Path, stack: ExitStack) -> None:
         self._folder, self._stack = folder, stack
@@ -70,7 +70,7 @@ class _Files:
 
 
 def _entries(opened: Opened) -> Iterator[tuple[tuple[str | int, ...], Stored | Any]]:
-    """Yield the items of a state dict with the model and the optimizer, by their paths."""
+    """Yield the values of a state dict with the model and the optimizer, each with its path of keys."""
     tensors = opened.index.tensors
     for name, saved in tensors.items():
         for own in (name, *(other for other in saved.tied if other not in tensors)):
@@ -82,7 +82,7 @@ def _entries(opened: Opened) -> Iterator[tuple[tuple[str | int, ...], Stored | A
     for name, saved in tensors.items():
         members.setdefault(saved.group, []).append(name)
         for key, item in saved.state.items():
-            # torch's optimizers count steps in a tensor.
+            # torch's optimizers keep the step count as a tensor.
             is_count = key == "step" and isinstance(item, (int, float))
             yield ("optimizer", "state", name, key), torch.tensor(float(item)) if is_count else item  # type: ignore[arg-type]
     for number, group in enumerate(optimizer.groups):
@@ -92,7 +92,7 @@ def _entries(opened: Opened) -> Iterator[tuple[tuple[str | int, ...], Stored | A
 
 
 def _parts(stored: Stored, reader: Reader) -> Iterator[tuple[tuple[int, ...], Tensor]]:
-    """Read a tensor in parts of a bounded size, cut along the first dimension; each with the place where it begins."""
+    """Read a tensor in parts of a bounded size, cut along the first dimension. Yield each with its offsets."""
     length = stored.shape[0] if stored.shape else 1
     row_elems = stored.num_elems // max(1, length)
     step = max(1, _PART_BYTES // (row_elems * stored.torch_dtype.itemsize)) if row_elems else max(1, length)
