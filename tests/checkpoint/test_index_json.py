@@ -114,6 +114,8 @@ def test_files_lie_in_the_folder(name: str) -> None:
         (["optimizer"], "AdamW"),
         (["optimizer", "name"], None),
         (["optimizer", "groups"], [3]),
+        (["optimizer", "scaler"], 0),
+        (["optimizer", "scaler"], []),
         (["optimizer", "scaler", "scale"], "large"),
         (["optimizer", "scaler", "scale"], 10**400),
         (["extra"], 3),

@@ -71,6 +71,7 @@ def test_more_gpus_than_were_measured() -> None:
     ("change", "why"),
     [
         ({"flops": 0}, "flops is 0, but must be a number above 0"),
+        ({"flops": 1e-320}, "flops is 1e-320"),  # a step would take for ever
         ({"flops": "fast"}, "flops is 'fast'"),
         ({"flops": float("nan")}, "flops is nan"),
         ({"memory_bytes": 1.5}, "memory_bytes is 1.5, but must be a whole number above 0"),

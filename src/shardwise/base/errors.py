@@ -7,7 +7,6 @@ command. After any other code a restart would fail in the same way.
 import dataclasses
 import difflib
 import logging
-import math
 import sys
 from collections.abc import Iterable, Mapping
 from importlib import import_module
@@ -120,7 +119,7 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
 
 
 # Limits for `require_limits`.
-ABOVE_0, FINITE = math.ulp(0.0), sys.float_info.max
+ABOVE_0, FINITE = 1e-9, sys.float_info.max  # rates below would make times infinite
 
 
 def require_limits(what: str, record: Any, limits: Mapping[str, tuple[float, float]]) -> None:

@@ -43,11 +43,14 @@ def end_with(parent_pid: int) -> None:
 
 
 def state_of(pid: int) -> str:
-    """Return the state of a process as the kernel's letter: "T" if stopped by a signal, "Z" if a zombie; "" if gone."""
+    """Return the state of a process as the kernel's letter: "T" if stopped by a signal, "Z" if a zombie; "" if gone;
+    "?" if it cannot be read."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
+    except (FileNotFoundError, ProcessLookupError):
         return ""
+    except OSError:  # no descriptor is left, for example: that says nothing about the process
+        return "?"
 
 
 @contextlib.contextmanager

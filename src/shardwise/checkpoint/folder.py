@@ -161,7 +161,8 @@ def remove(folder: Path) -> None:
 
 def sync(path: Path) -> None:
     """Wait until a file, or the list of names in a folder, is on disk (fsync)."""
-    descriptor = os.open(path, os.O_RDONLY)
+    # Some file systems flush only files that are open for writing; folders cannot be.
+    descriptor = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
     try:
         os.fsync(descriptor)
     except OSError as error:

@@ -280,7 +280,9 @@ def from_json(content: str | bytes) -> Index:
             )
         optimizer = None
         if (about := given["optimizer"]) is not None:
-            scaler = about["scaler"] and {key: float(value) for key, value in about["scaler"].items()}
+            scaler = about["scaler"]
+            if scaler is not None:
+                scaler = {key: float(value) for key, value in scaler.items()}
             optimizer = Optimizer(text(about["name"], inf), tuple(dict(group) for group in about["groups"]), scaler)
         index = Index(
             tuple(_file(entry) for entry in given["files"]),

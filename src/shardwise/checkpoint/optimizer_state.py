@@ -74,6 +74,12 @@ def _name_of(optimizers: Optimizers) -> str:
     return "+".join(type(each.inner).__name__ for each in optimizers)
 
 
+def _number(value: object) -> float:
+    if not isinstance(value, Tensor) or value.numel() != 1:
+        raise TypeError
+    return value.item()
+
+
 def describe_optimizers(optimizers: Optimizers) -> Optimizer | None:
     if not optimizers:
         return None
@@ -82,9 +88,9 @@ def describe_optimizers(optimizers: Optimizers) -> Optimizer | None:
         plain = {}
         for key, value in group.items():
             # Values that JSON cannot hold (a function, for example) are not saved: the running program sets them.
-            with suppress(TypeError, ValueError, RuntimeError):
+            with suppress(TypeError, ValueError):
                 if key not in _RUNTIME_SETTINGS and isinstance(value, (Tensor, list, tuple, Plain)):
-                    plain[key] = json.loads(json.dumps(value, default=Tensor.item))
+                    plain[key] = json.loads(json.dumps(value, default=_number))
         groups.append(plain)
     # All optimizers share one scaler.
     scaler = optimizers[0].scaler

@@ -152,7 +152,8 @@ def _merged(name: str, parts: list[Saved]) -> Saved:
         for part in parts
     ]
     if any(form != forms[0] for form in forms):
-        both = " on one rank and ".join(dict.fromkeys(str(sorted(form)) for form in forms))
+        other = next(form for form in forms if form != forms[0])
+        both = f"{forms[0]} on one rank and {other} on another"
         raise CheckpointError(f"the optimizer's state of parameter {name!r} is {both}: such state cannot be merged")
     keys = (None, *first.stored_state)
     return first.with_pieces({key: _joined([part.stored(key) for part in parts]) for key in keys})

@@ -105,7 +105,8 @@ def _run_as_rank(settings: Settings, origin: Mapping[str, str], entry: str, vari
     started = os.environ.get("LOCAL_WORLD_SIZE")
     defaults = asdict(Settings()) | {"nproc_per_node": settings.nproc_per_node if started is None else int(started)}
     for name in LAUNCH_SETTINGS:  # only our own launcher can apply them, so refuse them instead of ignoring them
-        value, where = getattr(settings, name), origin.get(name, "default")
+        # Without an origin, a number of ranks was given in Python; other settings have a default.
+        value, where = getattr(settings, name), origin.get(name, "given" if name == "nproc_per_node" else "default")
         # A value equal to the default is accepted: the config.json of a run contains all settings.
         if where != "default" and value is not None and value != defaults[name]:
             ranks = f"{started} ranks on this machine" if name == "nproc_per_node" else "the ranks"

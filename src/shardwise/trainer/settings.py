@@ -12,9 +12,9 @@ import operator
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
-from ..base.errors import ConfigurationError
+from ..base.errors import ConfigurationError, did_you_mean
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +46,8 @@ MODEL, DATA, BATCH, TRAINING = "Model", "Data", "Batch", "Training"
 SHARDING, RUN, LAUNCH = "Sharding", "Run folder", "Launch"
 # Default learning rates of fine-tuning: for all weights of a pretrained model, and for adapters.
 FINE_TUNING_RATE, LORA_RATE = 2e-5, 2e-4
+Tracker = Literal["tensorboard", "wandb"]
+Backend = Literal["c10d", "static", "etcd", "etcd-v2"]
 DEFAULT_GLOBAL_BATCH = 16
 DEEPSPEED_SCHEDULES = ("warmup-lr", "warmup-decay-lr", "warmup-cosine-lr")
 SETTINGS_OF_SCHEDULES = {  # the schedules that read each of these settings
@@ -118,7 +120,7 @@ class Settings:
     async_save: bool = setting(RUN, False, "Save in the background: training waits only for a copy in host memory.")
     save_total_limit: int | None = setting(RUN, None, "Number of checkpoints to keep; older ones are removed.", least=1)
     logging_steps: int = setting(RUN, 10, "Steps between two lines of metrics.", least=1)
-    report_to: tuple[Literal["tensorboard", "wandb"], ...] = setting(RUN, (), "Trackers: tensorboard, wandb; separate both with a comma.")
+    report_to: tuple[Tracker, ...] = setting(RUN, (), "Trackers: tensorboard, wandb; separate both with a comma.")
     export: bool = setting(RUN, True, "Write the trained weights at the end, as a Hugging Face folder or a PEFT adapter.")
     sample_tokens: int = setting(RUN, 160, "Number of tokens to generate at the end; 0: none.", least=0)
     sample_prompt: str | None = setting(RUN, None, "Prompt of the generated text.")
@@ -128,7 +130,7 @@ class Settings:
     nproc_per_node: int | None = setting(LAUNCH, None, "Ranks on this machine. Default: its GPUs, or 2 on CPUs.", least=1)
     nnodes: str = setting(LAUNCH, "1", "Number of machines, or MIN:MAX.")
     node_rank: int | None = setting(LAUNCH, None, "Number of this machine, from 0, for rdzv-backend static.", least=0)
-    rdzv_backend: Literal["c10d", "static", "etcd", "etcd-v2"] = setting(LAUNCH, "c10d", "Rendezvous backend: c10d, static, etcd or etcd-v2.")
+    rdzv_backend: Backend = setting(LAUNCH, "c10d", "Rendezvous backend: c10d, static, etcd or etcd-v2.")
     rdzv_endpoint: str | None = setting(LAUNCH, None, "HOST:PORT at which several machines meet.")
     rdzv_id: str | None = setting(LAUNCH, None, "Name of the job at the rendezvous. Default: a random one, shared through the run folder.")
     max_restarts: int = setting(LAUNCH, 0, "Number of restarts of a machine's ranks after a crash, from the last checkpoint.", least=0)
@@ -146,6 +148,13 @@ class Settings:
         if self.max_steps is not None and self.num_train_epochs is not None:
             both = f"max_steps {self.max_steps} and num_train_epochs {self.num_train_epochs:g}"
             raise ConfigurationError(f"{both} both say when to stop: leave one out")
+        for name, words, choices in (
+            ("report_to", self.report_to, Tracker),
+            ("rdzv_backend", [self.rdzv_backend], Backend),
+        ):
+            for word in words:
+                if word not in get_args(choices):
+                    raise ConfigurationError(f"{name}: unknown {word!r}; {did_you_mean(word, get_args(choices))}")
         if self.divergence_ratio and self.divergence_ratio <= 1:
             raise ConfigurationError(f"divergence_ratio: {self.divergence_ratio:g} must be above 1, or 0 to continue")
         for name in ("warmup_steps", "eval_steps", "save_steps"):

@@ -1041,3 +1041,27 @@ def left_behind(strategy: str) -> tuple[bool, bool]:
 @pytest.mark.parametrize("strategy", ["zero2_offload", "zero3_nvme"])
 def test_nothing_is_left_behind(run_ranks: Pool, strategy: str) -> None:
     assert run_ranks(1, left_behind, strategy) == [(True, True)]
+
+
+def update_without_a_thread() -> None:
+    sw.init()
+    plain = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model, optimizer = sw.shard(plain, torch.optim.AdamW(plain.parameters()), "zero2_offload", precision="fp32")
+
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    start = threading.Thread.start
+    for _ in range(2):
+        model(torch.ones(2, 4)).sum().backward()
+        threading.Thread.start = refuse  # type: ignore[method-assign]
+        try:
+            with pytest.raises(RuntimeError, match="can't start new thread"):
+                optimizer.step()
+        finally:
+            threading.Thread.start = start  # type: ignore[method-assign]
+        sw.full_state_dict(model)  # waits for updates, of which there is none
+
+
+def test_a_thread_that_cannot_be_started_is_not_waited_for(run_ranks: Pool) -> None:
+    run_ranks(1, update_without_a_thread)

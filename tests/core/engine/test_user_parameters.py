@@ -562,3 +562,20 @@ def through_no_forward(trainee: Trainee) -> None:
 def test_another_method_is_made_a_forward(run_ranks: Pool) -> None:
     check(run_ranks, through_a_method, Encoder, EVERYWHERE)
     check_refused(run_ranks, through_no_forward, Encoder, SPLIT, ["position", "register_forward"])
+
+
+class Several(list[Tensor]):
+    """A list of a user's own."""
+
+
+def norms_of_several() -> bool:
+    sw.init()
+    plain = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model, _ = sw.shard(plain, torch.optim.SGD(plain.parameters(), lr=0.1), "ddp", precision="fp32")
+    with torch.no_grad():
+        norms = torch._foreach_norm(Several(model.parameters()))
+        return torch.equal(torch.stack(norms), torch.stack([param.norm() for param in model.parameters()]))
+
+
+def test_lists_of_a_users_own_class_hold_parameters(run_ranks: Pool) -> None:
+    assert run_ranks(2, norms_of_several) == [True, True]

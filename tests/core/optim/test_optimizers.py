@@ -601,3 +601,26 @@ def test_torchao_eight_bit(run_ranks: Pool) -> None:
             tolerance=1e-3,
             deadline=300,
         )
+
+
+class Choosy(torch.optim.SGD):
+    """Refuses every group but the first on rank 1, with an error that torch's own optimizers do not raise."""
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        if self.param_groups and dist.get_rank() == 1:
+            raise KeyError("momentum of the new group")
+        super().add_param_group(param_group)
+
+
+def add_what_one_rank_refuses() -> int:
+    sw.init()
+    plain = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    _, optimizer = sw.shard(plain, Choosy(plain[0].parameters(), lr=0.1), "zero2", precision="fp32")
+    with pytest.raises(sw.ConfigurationError, match="momentum of the new group"):
+        optimizer.add_param_group({"params": list(plain[1].parameters())})
+    return len(optimizer.param_groups)
+
+
+@pytest.mark.filterwarnings("ignore:.*no optimizer.*")
+def test_a_group_that_one_rank_refuses_is_an_error_on_all(run_ranks: Pool) -> None:
+    assert run_ranks(2, add_what_one_rank_refuses) == [1, 1]

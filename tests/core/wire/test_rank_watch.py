@@ -1,12 +1,16 @@
 """A rank that announces an event is apart from a rank with another event there, and from no other."""
 
+import errno
+import os
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
+from shardwise.base.processes import state_of
 from shardwise.core.wire.collective_order import Event
 from shardwise.core.wire.ledger import Call
-from shardwise.core.wire.rank_watch import Doing, State, checksum_of, describe, difference_from
+from shardwise.core.wire.rank_watch import DEAD, Doing, State, checksum_of, describe, difference_from
 
 SMALL: Event = (Call("all_gather", "world", "bfloat16", 1024, 2), "layers.0", 0)
 LARGE: Event = (Call("all_gather", "world", "bfloat16", 2048, 2), "layers.0", 0)
@@ -58,3 +62,14 @@ def test_a_rank_far_ahead_differs_from_one_that_has_waited_long() -> None:
     assert "rank 1 went on with something else" in difference_from(checksum_of(AT, SMALL), AT, {1: FAR_AHEAD}, True)
     assert not difference_from(checksum_of(AT, SMALL), AT, {1: peer([SMALL])}, True)
     assert not difference_from(checksum_of(AT, SMALL), AT, {1: peer([])}, True)
+
+
+def test_a_process_whose_state_cannot_be_read_is_not_dead(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert state_of(os.getpid()) in ("R", "S")
+    assert state_of(2**30) == ""
+
+    def no_descriptor_is_left(*_: object) -> str:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(Path, "read_text", no_descriptor_is_left)
+    assert state_of(os.getpid()) not in DEAD

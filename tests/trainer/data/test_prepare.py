@@ -245,6 +245,7 @@ def test_memory_does_not_grow_with_the_file(tmp_path: Path) -> None:
             r"table\.csv: unknown kind '\.csv'; known: \.txt \(text\), \.md \(text\), \.jsonl \(rows\), \.bin \(tok",
         ),
         ("latin.txt", b"caf\xe9 au lait", r"latin\.txt: not UTF-8 text: byte 3 is 0xe9"),
+        ("mark.txt", b"\xef", r"mark\.txt: not UTF-8 text: byte 0 is 0xef"),  # the begin of a byte order mark
         ("blank.jsonl", b"\n\n", r"blank\.jsonl holds no document"),
         ("bad.jsonl", b"{\n[\n", r"bad\.jsonl: none of its 2 rows can be read, the first .*bad\.jsonl:1: not JSON"),
     ],

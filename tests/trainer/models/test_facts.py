@@ -114,6 +114,10 @@ def test_an_index_that_names_what_is_not_there(tmp_path: Path) -> None:
         (place / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": name}}))
         with pytest.raises(ConfigurationError, match="which is not in the folder"):
             check(Settings(model=str(place)))
+    for weight_map in (["model.safetensors"], {"a": 3}):
+        (place / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+        with pytest.raises(ConfigurationError, match="does not contain file names"):
+            check(Settings(model=str(place)))
 
 
 def test_an_id_is_fetched_without_code_or_pickles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -44,8 +44,8 @@ def read_accelerate(folder: Path) -> Index:
 def _add(found: Described, inside: str) -> str:
     """Add everything that one `.metadata` describes to `found`; return the version that it names."""
     source = found.source(f"{inside}{METADATA}")
+    content = source.read_all(pickles.MAX_PICKLE_BYTES)
     try:
-        content = source.read_all(pickles.MAX_PICKLE_BYTES)
         metadata = _Metadata(found, inside, pickles.read(content))
         optimizer = []
         splits = {key: _split(metadata.paths.get(key, (key,))) for key in metadata.entries}

@@ -70,7 +70,7 @@ def _with(value: Any, new: dict[Any, Any], changed: dict[Any, Any]) -> Any:
         else:
             twin = copy.copy(value)
             for key, item in changed.items():
-                if is_dataclass:
+                if is_dataclass and not isinstance(value, list):
                     # Not `replace`, which calls the constructor. This also works if the class is frozen.
                     object.__setattr__(twin, key, item)
                 else:

@@ -57,12 +57,14 @@ class HostJobs:
             if factor is not None and factor not in copies:
                 copies[factor] = PendingHostCopy(factor)
             clip = None if factor is None else copies[factor]
-            job = self._jobs[state] = HostJob(urgency[state], update, arrived.get(state), clip)
+            job = HostJob(urgency[state], update, arrived.get(state), clip)
             with self._lock:
-                self._waiting.append(job)
                 if not self._has_thread:
-                    self._has_thread = True
+                    # It waits for the lock. If it cannot be started, nobody must wait for its job.
                     threading.Thread(target=self._work, name="shardwise host updates", daemon=True).start()
+                    self._has_thread = True
+                self._waiting.append(job)
+                self._jobs[state] = job
 
     def _work(self) -> None:
         while True:
@@ -70,7 +72,10 @@ class HostJobs:
                 self._has_thread = bool(self._waiting)
                 if not self._waiting:
                     return
-                job = _first_of(self._waiting)
+                try:
+                    job = _first_of(self._waiting)
+                except RuntimeError as error:  # the device has failed, so that its events cannot be queried
+                    self._error, job = error, self._waiting[0]
                 self._waiting.remove(job)
             try:
                 if self._error is None:

@@ -120,6 +120,10 @@ class UserState(MutableMapping[Any, Any]):
             if own is not key:
                 self._was_changed(own)
 
+    def clear(self) -> None:
+        for key in list(self):  # the inherited one would search for a first key again and again
+            del self[key]
+
 
 def cut_state(optimizer: torch.optim.Optimizer, places: Iterable[tuple[nn.Parameter, Place]]) -> None:
     """Cut the state that existed before `sw.shard` (made by the constructor, or loaded) like its parameters."""

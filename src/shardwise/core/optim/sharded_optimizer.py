@@ -381,8 +381,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 if any(state.flat.depth_of_master for state in own):
                     refuse_unless_elementwise(self.inner, self._stepper.device)
                 self._host.refuse_other_rows()
-            except (ConfigurationError, ValueError, TypeError) as error:
-                complaint = str(error)
+            except Exception as error:  # noqa: BLE001  of any optimizer: the other ranks wait in the exchange
+                complaint = f"{type(error).__name__}: {error}"
         answers = exchange(self._channels["world"], (complaint, names, repr(plain(param_group))))
         complaint = next((each[0] for each in answers if each[0]), "")
         if not complaint and any(each != answers[0] for each in answers):

@@ -14,13 +14,12 @@ passes `UserParameter.__torch_function__`, which has four answers:
 Compute parameters are plain tensors, so a training step does not go through any of this.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ...base.errors import StateError
 from .state import FlatState, OnDisk, StandIn
@@ -108,7 +107,7 @@ class ShardTensor(Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        first = next(tensor for tensor in tree_leaves((args, kwargs)) if isinstance(tensor, ShardTensor))
+        first = next(tensor for tensor in _tensors_in(args, kwargs) if isinstance(tensor, ShardTensor))
         place, name = first.place, func.__name__
         if func == _DATA_GET:
             return first
@@ -247,12 +246,29 @@ _SHAPED_LIKE = frozenset({"view_as", "expand_as", "reshape_as"})
 _NEVER = frozenset({"resize_", "resize_as_", "share_memory_", "apply_", "map_", "__setstate__"})
 
 
+def _tensors_in(args: Any, kwargs: Any) -> Iterator[Any]:
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, (list, tuple)):
+            yield from value
+        else:
+            yield value
+
+
+def _replace(value: Any, change: Callable[[Any], Tensor]) -> Any:
+    """Change the user's parameters in lists and tuples, and in their subclasses, which torch's pytree leaves out."""
+    if isinstance(value, UserParameter):
+        return change(value)
+    if isinstance(value, (list, tuple)):
+        return type(value)(_replace(item, change) for item in value)
+    return value
+
+
 def _serve(func: Any, args: Any, kwargs: Any) -> Any:
     """Run an operation with other tensors in the place of the user's parameters."""
     changed = _targets_of(func, args, kwargs)
     targets = [tensor for tensor in changed if isinstance(tensor, UserParameter)]
     if func.__name__ in _NEVER:
-        user = next(tensor for tensor in tree_leaves((args, kwargs)) if isinstance(tensor, UserParameter))
+        user = next(tensor for tensor in _tensors_in(args, kwargs) if isinstance(tensor, UserParameter))
         refuse(user.place.name, f"belongs to a sharded model, which {func.__name__} would break")
     is_initialising = getattr(func, "__module__", "") == nn.init.__name__  # nn.init disables gradients itself
     if torch.is_grad_enabled() and not is_initialising and any(target.requires_grad for target in targets):
@@ -261,8 +277,7 @@ def _serve(func: Any, args: Any, kwargs: Any) -> Any:
         if target.place.shown is None and target.place.lender is not None and target.place.lender.is_computing:
             refuse(target.place.name, f"was changed by {func.__name__} while the model computes with it")
     stand_in = partial(_stand_in, wants_grad=torch.is_grad_enabled() and not changed, what=func.__name__)
-    args, kwargs = tree_map_only(UserParameter, stand_in, (args, kwargs))
-    result = func(*args, **kwargs)
+    result = func(*_replace(args, stand_in), **{key: _replace(value, stand_in) for key, value in kwargs.items()})
     if not changed:
         return result
     for target in targets:
@@ -353,7 +368,7 @@ def _autograd_grad(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         return place.compute
 
     inputs = [inputs] if isinstance(inputs, Tensor) else list(inputs)
-    return torch.autograd.grad(outputs, tree_map_only(UserParameter, of_graph, inputs), *args, **kwargs)
+    return torch.autograd.grad(outputs, _replace(inputs, of_graph), *args, **kwargs)
 
 
 _GRAD: Any = Tensor.grad

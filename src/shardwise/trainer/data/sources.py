@@ -17,6 +17,7 @@ from typing import Any
 from ...base.errors import ConfigurationError, import_library
 
 SUFFIXES = {".txt": "text", ".md": "text", ".jsonl": "rows", ".bin": "tokens"}
+BYTE_ORDER_MARK = "\ufeff"
 PIECE_BYTES = 2**16  # small, so that a batch has many pieces for the cores to share
 MAX_ROW_BYTES = 64 * 2**20  # a longer line means that the file is of another kind
 
@@ -48,15 +49,16 @@ def read(path: Path) -> Iterator[Document]:
 
 def read_text(path: Path, piece_bytes: int = PIECE_BYTES) -> Iterator[Document]:
     """Read a file in pieces, cut neither inside a word nor inside whitespace. An empty file has no pieces."""
-    rest = ""
+    rest, is_begun = "", False
     with path.open("rb") as file:
         try:
-            for text in codecs.iterdecode(iter(partial(file.read, piece_bytes), b""), "utf-8-sig"):
+            for text in codecs.iterdecode(iter(partial(file.read, piece_bytes), b""), "utf-8"):
                 if rest:
                     at = _cut(rest)
                     yield Document(str(path), ((rest[:at], True),), is_last=False)
                     rest = rest[at:]
-                rest += text
+                rest += text if is_begun else text.removeprefix(BYTE_ORDER_MARK)
+                is_begun = True
         except UnicodeDecodeError as error:
             at = file.tell() - len(error.object) + error.start
             raise ConfigurationError(

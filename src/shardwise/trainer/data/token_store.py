@@ -69,7 +69,10 @@ class _NumberFile:
         return self._num_bytes // self._dtype.itemsize
 
     def read(self, first: int, count: int) -> Tensor:
-        """Return `count` numbers from `first` on. Raise StoreError if the file has become too short."""
+        return torch.frombuffer(self.read_bytes(first, count), dtype=self._dtype)
+
+    def read_bytes(self, first: int, count: int) -> bytearray:
+        """Return the bytes of `count` numbers from `first` on. Raise StoreError if the file has become too short."""
         content = bytearray(count * self._dtype.itemsize)
         try:
             file = open_regular(self.path) if self._file is None else self._file
@@ -84,7 +87,7 @@ class _NumberFile:
         if num_read < len(content):
             why = f"it has {num_bytes} bytes, but had {self._num_bytes} when it was opened"
             raise StoreError(f"{self.path} is in use as training data: {why}: {_FIX}")
-        return torch.frombuffer(content, dtype=self._dtype)
+        return content
 
 
 class Writer:
@@ -152,9 +155,9 @@ def adopt(folder: Path, files: Sequence[Path], dtype: str, vocab_size: int, end_
         for path in files:
             tokens = _NumberFile(path, _DTYPES[dtype])
             for first in range(0, len(tokens), _BLOCK):
-                stored = tokens.read(first, min(_BLOCK, len(tokens) - first))
-                hashed.update(stored.numpy().data)
-                block = stored.long()
+                stored = tokens.read_bytes(first, min(_BLOCK, len(tokens) - first))
+                hashed.update(stored)
+                block = torch.frombuffer(stored, dtype=_DTYPES[dtype]).long()
                 if first == 0 and dtype == "uint16" and block.numel() >= _MIN_TO_GUESS and not bool(block[1::2].any()):
                     raise ConfigurationError(
                         f"{path}: every second number is 0, as if uint32 were read as uint16: set --token-dtype uint32"

@@ -166,7 +166,9 @@ def weight_files(folder: Path) -> list[Path]:
     """The safetensors files of a folder, in order. Missing or pickled files are refused."""
     if (folder / _INDEX).is_file():
         weight_map = read_object(folder / _INDEX).get("weight_map", {})
-        names = sorted({str(name) for name in weight_map.values()}) if isinstance(weight_map, dict) else []
+        if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+            raise ConfigurationError(f"model {str(folder)!r}: the weight_map of {_INDEX} does not contain file names")
+        names = sorted(set(weight_map.values()))
         for name in names:
             if Path(name).name != name or not (folder / name).is_file():
                 raise ConfigurationError(f"model {str(folder)!r}: {_INDEX} names {name!r}, which is not in the folder")

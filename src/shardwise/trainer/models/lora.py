@@ -80,7 +80,7 @@ def base_name(name: str) -> str:
 
 def adapter_file_name(name: str, is_in_tree: bool) -> str:
     """Return peft's name of a tensor in files: without the adapter's name, and as in Llama for an in-tree model."""
-    name = re.sub(rf"\.{ADAPTER}(?=\.|$)", "", name)
+    name = re.sub(rf"(\.lora_\w+)\.{ADAPTER}(?=\.|$)", r"\1", name)
     return llama_name(name) if is_in_tree else name
 
 
