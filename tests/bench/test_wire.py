@@ -10,7 +10,7 @@ import pytest
 
 from shardwise.base.errors import ConfigurationError
 from shardwise.bench import wire
-from shardwise.bench.wire import Findings, Request, TrainedRun, codecs_of, inter_node_bytes, last_words, strategies_of
+from shardwise.bench.wire import Findings, Request, TrainedRun, codecs_of, inter_node_bytes, last_error, strategies_of
 from shardwise.trainer.settings import Settings
 
 INT8 = "zero3+grads_as=int8"
@@ -128,9 +128,9 @@ def test_between_nodes_every_element_comes_in_once() -> None:
 
 
 def test_the_last_words_of_a_run_are_its_own() -> None:
-    assert last_words("step 1\nshardwise: memory is short\n  at line 3\n", 3) == "memory is short"
-    assert last_words("step 1\nTraceback\nValueError: no\n", 1) == "ValueError: no"
-    assert last_words("", -9) == "exit code -9"
+    assert last_error("step 1\nshardwise: memory is short\n  at line 3\n", 3) == "memory is short"
+    assert last_error("step 1\nTraceback\nValueError: no\n", 1) == "ValueError: no"
+    assert last_error("", -9) == "exit code -9"
 
 
 LOST = {

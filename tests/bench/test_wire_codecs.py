@@ -63,7 +63,7 @@ def test_matrices_of_a_model_are_its_gradients_and_weights() -> None:
         sw.shard(model, None, "zero3", precision="fp32")
         model(tokens).square().sum().backward()
         engine_of(model).finish_gradients()
-        sent = torch.cat(list(matrices(model, True, lambda state: state.gradient.final_at_hand)))
+        sent = torch.cat(list(matrices(model, True, lambda state: state.gradient.final_for_optimizer)))
         weights = torch.cat(list(matrices(model, False, lambda state: state.read_master().detach())))
     finally:
         leave()

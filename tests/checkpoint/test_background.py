@@ -113,7 +113,7 @@ def save_one_after_another(path: Path) -> None:
             assert (path / f"first {kind}" / "complete").is_file()
             step(model, optimizer)
         assert save._host_memory[engine].row.data_ptr() == memory, "the copies are made where they were"
-    save.finish_last()
+    save.finish_background_save()
     dist.barrier()
     assert digests(path / "second save").keys() == digests(path / "second start_save").keys()
     assert not engine.at_step, "nothing is left to say"

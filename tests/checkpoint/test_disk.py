@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from shardwise.base.files import ALIGNMENT, go_direct, read_at
+from shardwise.base.files import ALIGNMENT, enable_direct_io, read_at
 from shardwise.checkpoint import tensor_files
 from shardwise.checkpoint.index import Check, File
 from shardwise.checkpoint.tensor_files import BLOCK_BYTES, check_bytes, write_pieces, write_stream
@@ -212,7 +212,7 @@ def test_files_are_read_around_the_cache_or_through_it(
     (tmp_path / "file").write_bytes(content)
     refuse(monkeypatch)
     file = os.open(tmp_path / "file", os.O_RDONLY)
-    go_direct(file)
+    enable_direct_io(file)
     try:
         memory = mmap.mmap(-1, 4 * ALIGNMENT)
         with memoryview(memory) as view:

@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 from shardwise import CheckpointError
 from shardwise.checkpoint import folder
 from shardwise.checkpoint.index import Index, Saved, to_json
-from shardwise.checkpoint.opened import looks_whole, open_checkpoint
+from shardwise.checkpoint.opened import has_all_files, open_checkpoint
 
 EMPTY = Index((), {"a": Saved((0,), "F32", ())}, origin={"format": "shardwise checkpoint"})
 
@@ -34,11 +34,11 @@ def test_an_own_checkpoint_comes_before_anything_else_in_its_folder(tmp_path: Pa
     path = write_own(tmp_path / "x")
     save_file({"b": torch.ones(1)}, path / "model.safetensors")
     assert set(open_checkpoint(path).index.tensors) == {"a"}
-    assert looks_whole(path)
+    assert has_all_files(path)
     (path / folder.MARKER).unlink()
     with pytest.raises(CheckpointError, match="its save did not finish"):
         open_checkpoint(path)
-    assert not looks_whole(path)
+    assert not has_all_files(path)
 
 
 def test_what_is_no_checkpoint_is_told_what_was_looked_for(tmp_path: Path) -> None:

@@ -62,9 +62,9 @@ def test_what_stands_in_the_place_of_latest_is_left_alone(tmp_path: Path) -> Non
 def test_a_branch_that_is_left_is_out_of_the_way(tmp_path: Path) -> None:
     root = tmp_path / "checkpoints"
     write(root, 1, 2, 3)
-    assert folder.go_on_from(root, 3) is None
-    assert folder.go_on_from(root, 2) == tmp_path / "checkpoints-left-1"
-    assert folder.go_on_from(root, 1) == tmp_path / "checkpoints-left-2"
+    assert folder.continue_from(root, 3) is None
+    assert folder.continue_from(root, 2) == tmp_path / "checkpoints-left-1"
+    assert folder.continue_from(root, 1) == tmp_path / "checkpoints-left-2"
     assert names(root) == {"step-000001", "latest"}
     assert (root / "latest").readlink() == Path("step-000001")
     assert folder.complete_steps(tmp_path / "checkpoints-left-1") == [3]
@@ -80,7 +80,7 @@ def test_a_run_that_goes_on_removes_what_dead_saves_have_left(tmp_path: Path) ->
     write(root, 1)
     folder.begin(folder.step_folder(root, 4))
     folder.begin(folder.step_folder(root, 6))
-    assert folder.go_on_from(root, 3) == tmp_path / "checkpoints-left-1"
+    assert folder.continue_from(root, 3) == tmp_path / "checkpoints-left-1"
     assert names(root) == {"step-000001", "step-000002", "step-000003", "latest"}
     assert names(tmp_path / "checkpoints-left-1") == {"step-000005"}, "it was complete"
 

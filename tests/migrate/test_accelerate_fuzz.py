@@ -151,7 +151,7 @@ def account_of(tree: dict[str, Any], kind: Any) -> Migrated | None:
         migrated = api.read(tree, kind)
     except ConfigurationError:
         return None
-    assert_all_told(api.texts_of(tree), migrated)
+    assert_all_told(api.as_strings(tree), migrated)
     layout_of(migrated.strategy)
     if not migrated.refused:
         used = resolve([], {}, {}, others={"file": migrated.settings})

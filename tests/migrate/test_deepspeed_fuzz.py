@@ -11,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from shardwise.base.documents import texts_of
+from shardwise.base.documents import as_strings
 from shardwise.base.errors import ConfigurationError
 from shardwise.core.layout import layout_of
 from shardwise.migrate.api import from_deepspeed, read
@@ -154,11 +154,11 @@ PLACES = ("zero_optimization.offload_param", "zero_optimization.offload_optimize
 @settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
 @given(sensible)
 def test_numbers_and_texts_of_them_are_the_same(written: dict[str, Any]) -> None:
-    found, again = read(written, "deepspeed"), read(texts_of(written), "deepspeed")
+    found, again = read(written, "deepspeed"), read(as_strings(written), "deepspeed")
     assert found == again
-    require_all_told(found, texts_of(written))
+    require_all_told(found, as_strings(written))
     require_sound(found)
-    _require_stage(found.strategy, texts_of(written), rows(found))
+    _require_stage(found.strategy, as_strings(written), rows(found))
     assert all(entry.key.startswith(PLACES) for entry in found.refused)
 
 
@@ -166,7 +166,7 @@ def test_numbers_and_texts_of_them_are_the_same(written: dict[str, Any]) -> None
 @given(block_of(""))
 def test_every_key_is_told_and_nothing_is_raised(written: dict[str, Any]) -> None:
     found = read(written, "deepspeed")
-    tree = texts_of(written)
+    tree = as_strings(written)
     require_all_told(found, tree)
     require_sound(found)
     _require_stage(found.strategy, tree, rows(found))

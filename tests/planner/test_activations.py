@@ -111,7 +111,7 @@ def test_flops_are_twice_the_weights_and_half_the_scores() -> None:
 
 def test_experts_multiply_by_those_that_are_chosen() -> None:
     work = works_of(MIXTRAL, Training())["model.layers.1"]
-    multiplying = MIXTRAL.num_multiplying - MIXTRAL.vocab * MIXTRAL.hidden
+    multiplying = MIXTRAL.num_matmul_params - MIXTRAL.vocab * MIXTRAL.hidden
     expected = 2 * 2048 * multiplying / MIXTRAL.layers
     assert sum(product.flops for product in work.products) == pytest.approx(expected, rel=0.001)
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from shardwise.core.layout import PRESETS
-from shardwise.planner.assess import HOST_SHARE, MOST_PLAYED, NCCL_BYTES
+from shardwise.planner.assess import HOST_SHARE, MAX_SIMULATED, NCCL_BYTES
 from shardwise.planner.events import step_events, traffic_of
 from tests.planner.planning import EVERY, GB, SHAPE, assessed, assessor, machine
 
@@ -100,9 +100,9 @@ def test_tokens_are_those_of_all_micro_batches(num_micro_batches: int) -> None:
 @pytest.mark.parametrize("name", ["ddp", "zero2", "zero3", "hpz", "zero3_offload"])
 def test_many_micro_batches_are_not_played_one_by_one(name: str) -> None:
     """What is left out is exactly what the schedule would have: traffic to the byte."""
-    few = assessed(name, num_micro_batches=MOST_PLAYED)
-    many = assessed(name, num_micro_batches=MOST_PLAYED + 5)
-    events = step_events(many.schedule, MOST_PLAYED + 5, clips=True, num_moments=2)
+    few = assessed(name, num_micro_batches=MAX_SIMULATED)
+    many = assessed(name, num_micro_batches=MAX_SIMULATED + 5)
+    events = step_events(many.schedule, MAX_SIMULATED + 5, clips=True, num_moments=2)
     cluster = many.machine.cluster
     exact = traffic_of(events, cluster.num_nodes, cluster.node_size)
     assert many.moved.by_call == exact.by_call

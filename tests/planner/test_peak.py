@@ -7,7 +7,7 @@ import pytest
 
 from shardwise.base.files import ALIGNMENT
 from shardwise.core.layout import OFFLOADS, PRESETS
-from shardwise.core.schedule.state_bytes import kept_losses, resting_grads, state_bytes
+from shardwise.core.schedule.state_bytes import resting_grads, saved_error_bytes, state_bytes
 from shardwise.core.schedule.step_schedule import NORM_ELEMS, NUM_REDUCTIONS, NUM_ROW_SLOTS, aligned
 from shardwise.planner.assess import Assessment
 from shardwise.planner.cost.peak import CLASSES, WORKSPACE_BYTES
@@ -250,8 +250,8 @@ def test_what_is_lost_stays_with_the_gradients() -> None:
     """Of every hop: all elements inside the node, an eighth of them across; in 16 bits, from step to step."""
     without, found = (assessed(f"zero3+grads_as=int4{words}", machine(nodes=2)) for words in ("", ":feedback"))
     lost = 2 * sum(flat.num_elems * 9 // 8 for flat in found.schedule.trainable_flats if flat.grads_codec is not None)
-    assert kept_losses(found.schedule.trainable_flats) == lost > 0
-    assert kept_losses(without.schedule.trainable_flats) == 0
+    assert saved_error_bytes(found.schedule.trainable_flats) == lost > 0
+    assert saved_error_bytes(without.schedule.trainable_flats) == 0
     for instant, other in zip(found.memory.instants, without.memory.instants, strict=True):
         assert instant.by_class()["grads"] - other.by_class()["grads"] == lost
 

@@ -8,7 +8,7 @@ from shardwise.base.errors import ConfigurationError
 from shardwise.core.layout import PRESETS, layouts_for
 from shardwise.planner.assess import Assessment, Assessor, Machine
 from shardwise.planner.planning import Plan, _why, plan_for
-from shardwise.planner.search import MIXES, TIE, assess_best, choices, fastest, has_room, moved_presets, strategy_of
+from shardwise.planner.search import MIXES, TIE, assess_best, changed_presets, choices, fastest, has_room, strategy_of
 from shardwise.planner.shapes.shape import StatesOnly
 from shardwise.planner.states import states_of
 from shardwise.planner.subject import subject_of
@@ -179,7 +179,7 @@ def test_what_rounds_and_does_not_fit_has_a_remedy() -> None:
 def test_auto_with_a_codec_is_planned(codec: str) -> None:
     found = searched(slow_network(), strategy=f"auto+params_as={codec}", search=False)
     names = [entry.name for entry in found.found]
-    assert names == [layout.name for layout in moved_presets([f"params_as={codec}"])]
+    assert names == [layout.name for layout in changed_presets([f"params_as={codec}"])]
     assert f"zero3+params_as={codec}" in names
     assert not any(entry.is_exact for entry in found.found)
     best = found.recommended
@@ -209,11 +209,11 @@ def test_auto_with_a_codec_of_a_model_known_by_its_size() -> None:
 
 
 def test_auto_with_a_codec_changes_every_preset_that_it_can() -> None:
-    both = moved_presets(["params_as=int8", "grads_as=int4:feedback"])
+    both = changed_presets(["params_as=int8", "grads_as=int4:feedback"])
     assert {(layout.params_as, layout.grads_as) for layout in both} == {("int8", "int4:feedback")}
     names = [layout.name.partition("+")[0] for layout in both]
     assert "ddp" not in names  # its parameters are never sent
     assert {"zero1", "zero3", "hsdp", "hpz"} <= set(names)
-    assert all(layout.is_exact for layout in moved_presets(["optimizer=host"]))
+    assert all(layout.is_exact for layout in changed_presets(["optimizer=host"]))
     with pytest.raises(ConfigurationError, match="16 values are too few for weights"):
-        moved_presets(["params_as=int4"])
+        changed_presets(["params_as=int4"])

@@ -158,10 +158,10 @@ def test_parameters_that_multiply_a_token() -> None:
     experts = parse_shape("layers=2,hidden=64,heads=4,ffn=160,vocab=1000,experts=8,active-experts=2")
     assert isinstance(plain, ModelShape)
     assert isinstance(experts, ModelShape)
-    assert plain.num_multiplying == plain.num_params - 1000 * 64
-    assert replace(plain, tied=True).num_multiplying == plain.num_multiplying
+    assert plain.num_matmul_params == plain.num_params - 1000 * 64
+    assert replace(plain, tied=True).num_matmul_params == plain.num_matmul_params
     # Twice the feed-forward, and a router of 8 x 64.
-    assert experts.num_multiplying == plain.num_multiplying + 2 * (3 * 64 * 160 + 8 * 64)
+    assert experts.num_matmul_params == plain.num_matmul_params + 2 * (3 * 64 * 160 + 8 * 64)
 
 
 def test_a_shape_from_words_is_in_tree_where_it_can_be() -> None:

@@ -230,7 +230,7 @@ def test_the_norm_of_what_leaves_is_taken_from_the_backward() -> None:
     each = UnitSeconds(forward=1e-3, backward=2e-3)
     alone, beside = (
         play(schedule(8, OFFLOADED), seconds, slow_bus(1e3), clips=True).step_s
-        for seconds in (each, replace(each, norm_of_leaving=1e-3))
+        for seconds in (each, replace(each, norm_of_offloaded=1e-3))
     )
     assert beside == pytest.approx(alone + 7e-3, rel=0.1)
 

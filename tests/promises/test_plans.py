@@ -13,7 +13,7 @@ import pytest
 import shardwise as sw
 from shardwise.api.memory_report import Memory
 from shardwise.core.layout import Strategy
-from shardwise.core.schedule.state_bytes import kept_losses, resting_grads
+from shardwise.core.schedule.state_bytes import resting_grads, saved_error_bytes
 from shardwise.core.wire.ledger import Traffic
 from shardwise.planner.assess import Assessment, Assessor, Machine
 from shardwise.planner.cost.peak import CLASSES
@@ -101,7 +101,7 @@ def assert_as_planned(pool: Pool, model_name: str, strategies: Sequence[Strategy
             assert seen.traffic.moves == {way: num_bytes for way, num_bytes in moves.items() if num_bytes}
             assert held.params == at_most(found, "params")
             flats = [flat for unit in found.schedule.units for flat in unit.flats]
-            assert held.peak_grads == resting_grads(flats) + kept_losses(flats)
+            assert held.peak_grads == resting_grads(flats) + saved_error_bytes(flats)
             assert held.planned.optimizer == at_most(found, "optimizer")
             buffers = at_most(found, "gathered") + at_most(found, "reduce")
             assert held.planned_buffers - seen.registered == buffers

@@ -184,7 +184,7 @@ def gradients_of(strategy: str, num_micro: int = 1) -> dict[str, Tensor]:
     found = {}
     for unit in engine_of(model).units:
         for state in unit.trainable_states:
-            flat, final = state.flat, state.gradient.final_at_hand
+            flat, final = state.flat, state.gradient.final_for_optimizer
             rows = [torch.empty_like(final) for _ in range(dist.get_world_size())]
             dist.all_gather(rows, final.contiguous())
             spans = [torch.tensor([flat.spans[flat.depth_of_master].start])] * 1

@@ -10,7 +10,7 @@ import pytest
 
 from shardwise.base.errors import CheckpointError, ConfigurationError
 from shardwise.trainer.config import resolve
-from shardwise.trainer.run_folder import choose, claim, config_to_go_on_with, failed_write, resume_candidates
+from shardwise.trainer.run_folder import choose, claim, config_of_resumed_run, failed_write, resume_candidates
 from shardwise.trainer.settings import Settings, settings_from_json
 
 
@@ -141,7 +141,7 @@ def test_a_folder_that_only_looks_like_a_runs_is_not_one(here: Path) -> None:
         (here / "model" / name).write_text("{}")
     (here / "model/checkpoints/last/model.safetensors").write_bytes(one_tensor())
     asked = Settings(resume_from_checkpoint="model/checkpoints/last")
-    assert config_to_go_on_with(asked) is None
+    assert config_of_resumed_run(asked) is None
     chosen = choose(asked)
     assert str(chosen.output_dir).startswith("runs/")
     assert resume_candidates(asked, chosen) == ["model/checkpoints/last"]
@@ -203,14 +203,14 @@ def test_ranks_that_are_started_again_go_on_with_their_own_run(here: Path) -> No
 
 
 def test_a_run_that_goes_on_knows_its_settings(here: Path) -> None:
-    assert config_to_go_on_with(Settings(output_dir="mine")) is None
+    assert config_of_resumed_run(Settings(output_dir="mine")) is None
     claim(choose(Settings(output_dir="runs/mine")))
     named = complete(here / "runs/mine/checkpoints/step-000010")
     for asked in ({"output_dir": "runs/mine", "resume_from_checkpoint": "auto"}, {"resume_from_checkpoint": "latest"}):
         text = (here / "runs/mine/config.json").read_text()
-        assert config_to_go_on_with(Settings(**asked)) == ("runs/mine/config.json", text)
+        assert config_of_resumed_run(Settings(**asked)) == ("runs/mine/config.json", text)
     for place in (named, here / "runs/mine"):
-        found = config_to_go_on_with(Settings(resume_from_checkpoint=str(place)))
+        found = config_of_resumed_run(Settings(resume_from_checkpoint=str(place)))
         assert found == (str(here / "runs/mine/config.json"), text)
     assert choose(Settings(resume_from_checkpoint="runs/mine")).resume_from_checkpoint == str(named.relative_to(here))
 
@@ -221,9 +221,9 @@ def test_a_checkpoint_that_left_its_run_knows_its_settings(here: Path) -> None:
     moved = complete(here / "moved")
     (moved / "index.json").write_text(index)
     (moved / "complete").write_text(hashlib.sha256(index.encode()).hexdigest())
-    found = config_to_go_on_with(Settings(resume_from_checkpoint="moved"))
+    found = config_of_resumed_run(Settings(resume_from_checkpoint="moved"))
     assert found == ("moved/index.json", json.dumps({"global_batch_size": 4, "max_steps": 12}))
     resolved = resolve([], {"max_steps": "20"}, {}, found)
     assert (resolved.settings.global_batch_size, resolved.settings.max_steps) == (4, 20)
     (moved / "index.json").write_text(json.dumps({"extra": {}}))
-    assert config_to_go_on_with(Settings(resume_from_checkpoint="moved")) is None
+    assert config_of_resumed_run(Settings(resume_from_checkpoint="moved")) is None

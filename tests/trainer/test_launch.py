@@ -19,7 +19,7 @@ from shardwise.base.errors import ConfigurationError
 from shardwise.core import mesh
 from shardwise.trainer import checks, cluster, rank_watcher, signals
 from shardwise.trainer import launcher as launching
-from shardwise.trainer.agent import gravest
+from shardwise.trainer.agent import most_severe
 from shardwise.trainer.launcher import launch
 from shardwise.trainer.rank import Note, write_note
 from shardwise.trainer.rank_watcher import RankWatcher, WatchedRank, first_failure
@@ -133,9 +133,9 @@ def test_ranks_get_their_settings_and_their_places(tmp_path: Path) -> None:
 
 
 def test_the_gravest_ending_is_the_exit_code() -> None:
-    assert gravest([0, 143, 4, 130]) == 4
-    assert gravest([0, 77]) == 77
-    assert gravest([]) == 0
+    assert most_severe([0, 143, 4, 130]) == 4
+    assert most_severe([0, 77]) == 77
+    assert most_severe([]) == 0
 
 
 def test_the_first_failure_is_told_once(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from shardwise.base.errors import ConfigurationError
-from shardwise.trainer.optimizers import learning_rate, learning_rate_rise
+from shardwise.trainer.optimizers import learning_rate, learning_rate_warning
 from shardwise.trainer.settings import Settings
 
 
@@ -85,12 +85,12 @@ def test_a_warm_up_below_one_is_a_part_of_all_steps() -> None:
 def test_a_longer_schedule_that_raises_the_rate_is_told() -> None:
     settings = Settings(learning_rate=2.0, min_lr_ratio=0.1)
     last = learning_rate(settings, 99, 100)
-    assert "from 2.00e-01 at step 100 to" in learning_rate_rise(settings, last, 100, 200)
-    assert "--lr-scheduler-type constant --learning-rate 0.2" in learning_rate_rise(settings, last, 100, 200)
+    assert "from 2.00e-01 at step 100 to" in learning_rate_warning(settings, last, 100, 200)
+    assert "--lr-scheduler-type constant --learning-rate 0.2" in learning_rate_warning(settings, last, 100, 200)
     # The same schedule, also while it warms up, and one that goes down, need no word; nor does what is not known.
     warming = Settings(learning_rate=2.0, warmup_steps=50)
-    assert learning_rate_rise(warming, learning_rate(warming, 9, 100), 10, 100) == ""
-    assert learning_rate_rise(settings, learning_rate(settings, 49, 100), 50, 80) == ""
-    assert learning_rate_rise(settings, None, 100, 200) == ""
+    assert learning_rate_warning(warming, learning_rate(warming, 9, 100), 10, 100) == ""
+    assert learning_rate_warning(settings, learning_rate(settings, 49, 100), 50, 80) == ""
+    assert learning_rate_warning(settings, None, 100, 200) == ""
     constant = Settings(learning_rate=2.0, lr_scheduler_type="constant")
-    assert learning_rate_rise(constant, 2.0, 100, 200) == ""
+    assert learning_rate_warning(constant, 2.0, 100, 200) == ""

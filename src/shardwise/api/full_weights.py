@@ -255,7 +255,7 @@ class _Gradients:
         for state in states:
             gradient, master = state.gradient, state.flat.master.torch
             if grads and gradient.stage == "final":
-                buffer = _gather(engine, state, gradient.final_at_hand, state.flat.reduce).to(master)
+                buffer = _gather(engine, state, gradient.final_for_optimizer, state.flat.reduce).to(master)
                 self._buffers[state] = buffer
                 views = zip(_places(state, buffer), gradient.used, strict=True)
                 self.shown |= {user: view for (user, view), used in views if used}
@@ -275,7 +275,7 @@ class _Gradients:
             return "a parameter was given a sparse gradient inside sw.whole(...): make it dense (.to_dense())"
         buffers = self._buffers.items()
         if not write and not (
-            is_same and all(_is_same(each, row, each.gradient.final_at_hand) for each, row in buffers)
+            is_same and all(_is_same(each, row, each.gradient.final_for_optimizer) for each, row in buffers)
         ):
             return "gradients were changed inside sw.whole(...), which was for reading: use write=True"
         return ""

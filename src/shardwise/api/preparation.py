@@ -31,7 +31,7 @@ from ..core.unit.user_parameter import place_of
 from ..planner.assess import Machine
 from ..planner.auto import AutoRequest, Batch, choose
 from ..planner.planning import Plan
-from ..planner.search import moves_behind_auto
+from ..planner.search import changes_after_auto
 from ..planner.training import Training
 from ..version import VERSION
 from .casts import fp32_patterns
@@ -91,7 +91,7 @@ def prepare(request: Request) -> Prepared:
     keep_fp32 = fp32_patterns(model, precision)
     chosen = None
     if request.machine is not None:
-        moves, batch = moves_behind_auto(request.strategy) or (), request.batch
+        moves, batch = changes_after_auto(request.strategy) or (), request.batch
         sizes: dict[str, Any] = dict(zip(("micro_batch", "seq", "num_micro_batches"), batch or (1, 1), strict=False))
         moments = max((num_moments(each, precision) for each in optimizers), default=0)
         training = Training(precision=precision, moments=moments, **sizes)

@@ -33,7 +33,7 @@ from ..core.schedule.units import Units
 from ..core.wire.collectives import Channel, exchange
 from ..planner.auto import Batch, machine_here
 from ..planner.planning import Plan
-from ..planner.search import moves_behind_auto
+from ..planner.search import changes_after_auto
 from .building import build_units
 from .casts import install_casts
 from .full_weights import serve_save_pretrained
@@ -117,7 +117,7 @@ def shard(
     optimizers = all_or_none(world, lambda: _given(model, optimizer, whole_numbers))
     path = None if disk_path is None else Path(disk_path)
     machine = None
-    if moves_behind_auto(strategy) is not None:
+    if changes_after_auto(strategy) is not None:
         machine = machine_here(world, make_axes(node_size), min(exchange(world, free_bytes_here())), path)
     plan = all_or_none(
         world,

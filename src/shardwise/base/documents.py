@@ -127,7 +127,7 @@ def json_tree(text: str, where: str) -> Tree:
         raise ConfigurationError(f"{where}: {word} is no number in JSON")
 
     try:
-        return texts_of(
+        return as_strings(
             json.loads(plain, object_pairs_hook=pairs, parse_int=str, parse_float=str, parse_constant=no_number)
         )
     except json.JSONDecodeError as error:
@@ -136,12 +136,12 @@ def json_tree(text: str, where: str) -> Tree:
         raise ConfigurationError(f"{where} is nested too deep") from None
 
 
-def texts_of(value: Any) -> Tree:
+def as_strings(value: Any) -> Tree:
     """Convert all scalars of a Python or JSON value to strings."""
     if isinstance(value, dict):
-        return {str(name): texts_of(part) for name, part in value.items()}
+        return {str(name): as_strings(part) for name, part in value.items()}
     if isinstance(value, list | tuple):
-        return [texts_of(part) for part in value]
+        return [as_strings(part) for part in value]
     if value is None:
         return None
     return str(value).lower() if isinstance(value, bool) else str(value)

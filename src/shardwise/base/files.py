@@ -63,7 +63,7 @@ def _require_regular(status: os.stat_result, path: Path) -> None:
         raise OSError(code, f"it is {kind}, and only regular files are read", str(path))
 
 
-def go_direct(file: int) -> None:
+def enable_direct_io(file: int) -> None:
     """Switch an open descriptor to O_DIRECT, if the file system supports it."""
     try:
         fcntl.fcntl(file, fcntl.F_SETFL, fcntl.fcntl(file, fcntl.F_GETFL) | os.O_DIRECT)

@@ -53,7 +53,7 @@ def terminal_width() -> int:
     return max(40, min(WIDTH, shutil.get_terminal_size((WIDTH, 1)).columns))
 
 
-def unbroken(text: str) -> str:
+def non_breaking(text: str) -> str:
     """Make the spaces of a text non-breaking, so that `labelled_lines` keeps it on one line (a path, for example)."""
     return text.replace(" ", "\xa0")
 

@@ -192,7 +192,7 @@ def _codecs(request: Request, run_folder: Path) -> tuple[dict[str, Any], str]:
         environment["CUDA_VISIBLE_DEVICES"] = ""
     code = _run(["shardwise.bench.wire_codecs", json.dumps(question), str(answer)], environment, log)
     if code or not answer.exists():
-        return {}, last_words(log.read_text(errors="replace"), code)
+        return {}, last_error(log.read_text(errors="replace"), code)
     return json.loads(answer.read_text()), ""
 
 
@@ -203,7 +203,7 @@ def train(settings: Settings, strategy: str, folder: Path, num_ranks: int, say: 
     progress = partial(_progress, folder / METRICS, settings)
     code = _run(["shardwise", "train", str(config)], os.environ, log, lambda: say(f"  {strategy}: {progress()}"))
     status = STATUSES.get(code, "failed")
-    error = "" if status == "ok" else last_words(log.read_text(errors="replace"), code)
+    error = "" if status == "ok" else last_error(log.read_text(errors="replace"), code)
     if status not in ("ok", "diverged"):
         return TrainedRun(strategy, status, error)
     run, plan = read_run(folder)
@@ -253,7 +253,7 @@ def _run(module: list[str], environment: Mapping[str, str], log: Path, watch: Ca
                 worker.wait()
 
 
-def last_words(log: str, code: int) -> str:
+def last_error(log: str, code: int) -> str:
     """Return the error in the output of a process: the last message of shardwise, or else the last line."""
     lines = [line.strip() for line in log.splitlines() if line.strip()]
     messages = [line.removeprefix("shardwise: ") for line in lines if line.startswith("shardwise: ")]

@@ -109,7 +109,7 @@ def measure(run: Path, num_ranks: int, step: int, gradients: Sequence[str], weig
     device = next(model.parameters()).device
     (loss_sum(model, batch.to(device)) / max(batch.num_targets, 1)).backward()
     engine_of(model).finish_gradients()
-    sent = list(matrices(model, True, lambda state: state.gradient.final_at_hand))
+    sent = list(matrices(model, True, lambda state: state.gradient.final_for_optimizer))
     masters = list(matrices(model, False, lambda state: state.read_master().detach()))
     return {
         "num_gradients": sum(value.numel() for value in sent),

@@ -213,7 +213,7 @@ def point_to(root: Path, step: int) -> None:
         draft.replace(root / LATEST)
 
 
-def go_on_from(root: Path, step: int) -> Path | None:
+def continue_from(root: Path, step: int) -> Path | None:
     """Prepare to continue a run from this checkpoint, and remove what killed saves have left.
 
     Later checkpoints, also damaged ones, do not belong to the continued run. They are moved to a folder: the result.

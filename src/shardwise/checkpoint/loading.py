@@ -96,7 +96,7 @@ def _prepare(
     try:
         buffers = buffers_of(model, engine)
         require_same_model(engine, buffers, index, allow_rounding)
-        homes = optimizer_state.homes_in(optimizers)
+        homes = optimizer_state.owning_groups(optimizers)
         wanted = []
         for state in (state for unit in engine.units for state in unit.states):
             for piece in pieces(state.flat.intervals, state.flat.spans[state.flat.depth_of_master]):

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from ..base.errors import CheckpointError, DamageError
-from ..base.files import ALIGNMENT, OpenFile, go_direct, num_bytes_of, read_at
+from ..base.files import ALIGNMENT, OpenFile, enable_direct_io, num_bytes_of, read_at
 from ..base.intervals import Interval, round_up
 from . import folder
 from .folder import os_errors_as
@@ -157,7 +157,7 @@ class Reader:
             file = OpenFile(self._path(number))
         self._compare_length(number, file.num_bytes)
         if not self._is_shared and file.num_bytes >= _DIRECT_BYTES:
-            go_direct(file.descriptor)
+            enable_direct_io(file.descriptor)
         os.posix_fadvise(file.descriptor, 0, 0, os.POSIX_FADV_SEQUENTIAL)
         return file
 
@@ -246,7 +246,7 @@ def _open_others(path: Path, groups: Groups) -> Opened:
     raise CheckpointError(f"it holds no checkpoint of {_LOOKED_FOR}")
 
 
-def looks_whole(path: Path) -> bool:
+def has_all_files(path: Path) -> bool:
     """Return whether a checkpoint can be opened and its files have their lengths; the files are not read."""
     try:
         opened = open_checkpoint(path)

@@ -51,7 +51,7 @@ class Home:
     settings: dict[str, Any]
 
 
-def homes_in(optimizers: Optimizers) -> dict[Tensor, Home]:
+def owning_groups(optimizers: Optimizers) -> dict[Tensor, Home]:
     """Return the `Home` of each parameter. The keys are this rank's parts of the parameters."""
     groups = [
         (each, group, shards)

@@ -125,7 +125,7 @@ def begin_between_steps(
 ) -> None:
     """Wait for transfers and for the last save. Raise in the middle of an update, or if the ranks' requests differ."""
     engine.reductions.refuse_after_early(verb)
-    finish_last()
+    finish_background_save()
     engine.rest()
     engine.await_gradients()
     what = ("the model", "the model and its optimizer", "the model and its optimizers")[min(len(optimizers), 2)]
@@ -328,7 +328,7 @@ class Saving:
 _under_way: list[Saving] = []
 
 
-def finish_last() -> None:
+def finish_background_save() -> None:
     """Wait for the save in the background. Raise its failure, unless that was raised before."""
     for last in tuple(_under_way):
         last.finish()

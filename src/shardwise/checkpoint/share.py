@@ -21,7 +21,7 @@ from ..core.schedule.flat import Flat
 from ..core.schedule.model import Param
 from ..core.unit.user_parameter import place_of
 from .index import DTYPES, NAMES, Optimizer, Piece, Saved, Stored, in_order
-from .optimizer_state import Optimizers, describe_optimizers, describe_state, homes_in, stored_row
+from .optimizer_state import Optimizers, describe_optimizers, describe_state, owning_groups, stored_row
 from .tensor_files import Source
 
 
@@ -66,7 +66,7 @@ class Share:
 def share_of(engine: Engine, model: nn.Module, optimizers: Optimizers, extra: dict[str, Any]) -> Share:
     tensors: dict[str, Saved] = {}
     portions: list[Portion] = []
-    homes = homes_in(optimizers)
+    homes = owning_groups(optimizers)
     keys: list[tuple[ShardedOptimizer, Any]] = [(each, key) for each in optimizers for key in each.inner.state]
     for each, key in keys:
         if key not in homes:

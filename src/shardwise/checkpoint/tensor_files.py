@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from ..base.errors import CheckpointError, SaveError
-from ..base.files import ALIGNMENT, go_direct, open_regular, write_at
+from ..base.files import ALIGNMENT, enable_direct_io, open_regular, write_at
 from ..base.intervals import round_up
 from .folder import os_errors_as
 from .index import DTYPES, MAX_NAME, NAMES, Check, File, Stored, counts, in_words, one_piece, shape_from
@@ -55,7 +55,7 @@ def write_stream(path: Path, contents: Iterable[Tensor], check_bytes: int) -> Fi
     file, num_bytes, checks = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666), 0, list[Check]()
     blocks = deque(_Block() for _ in range(_NUM_BLOCKS))  # the first is being filled, the second is the oldest
     try:
-        go_direct(file)
+        enable_direct_io(file)
         for rest in map(_bytes_of, contents):
             while rest.numel():
                 if blocks[0].num_bytes == BLOCK_BYTES:

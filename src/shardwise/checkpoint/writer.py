@@ -133,8 +133,8 @@ def require_free(folder: Path, is_overwriting: bool, *sources: Path, replaces_ow
         return
     if not folder.is_dir():
         raise ConfigurationError(f"{folder} is a file: name a folder to write to")
-    is_given_up = is_overwriting or (replaces_own and (folder / NOTE).is_file())
-    if any(folder.iterdir()) and not is_given_up:
+    may_be_replaced = is_overwriting or (replaces_own and (folder / NOTE).is_file())
+    if any(folder.iterdir()) and not may_be_replaced:
         which = " that shardwise did not export" if replaces_own else ""
         raise ConfigurationError(f"{folder} holds files{which}: name another folder, or replace it with --overwrite")
 

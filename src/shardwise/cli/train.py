@@ -86,7 +86,7 @@ def train(
 ) -> None:
     from ..trainer.config import FIELDS, explain, files_in, resolve
     from ..trainer.config import schema as schema_of_settings
-    from ..trainer.run_folder import config_to_go_on_with
+    from ..trainer.run_folder import config_of_resumed_run
 
     if schema:
         print(json.dumps(schema_of_settings(), indent=1))
@@ -94,7 +94,7 @@ def train(
     words, others = words or [], _settings_of_others(deepspeed, accelerate_config)
     try:
         resolved = resolve(words, flags, os.environ, others=others)
-        own = None if files_in(words) else config_to_go_on_with(resolved.settings)
+        own = None if files_in(words) else config_of_resumed_run(resolved.settings)
         if own is not None:  # a resumed run keeps its settings, except those given now
             resolved = resolve(words, flags, os.environ, own, others)
     except ConfigurationError:

@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from ..base.files import ALIGNMENT, go_direct, is_direct, write_at
+from ..base.files import ALIGNMENT, enable_direct_io, is_direct, write_at
 from . import Finding, judged, size
 
 TOPIC = "disk"
@@ -67,7 +67,7 @@ def speeds(folder: Path) -> tuple[float, float]:
 def goes_direct(folder: Path) -> bool:
     """Return True if O_DIRECT works; some file systems accept the flag, and then fail to write."""
     with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
-        go_direct(file.fileno())
+        enable_direct_io(file.fileno())
         write_at(file.fileno(), memoryview(mmap.mmap(-1, ALIGNMENT)), 0)
         return is_direct(file.fileno())
 

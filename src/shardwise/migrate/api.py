@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from ..base.documents import Tree, texts_of
+from ..base.documents import Tree, as_strings
 from ..base.errors import ConfigurationError, did_you_mean
 from .accelerate import read_accelerate
 from .account import Block, mapping_in
@@ -50,7 +50,7 @@ def read(source: Source, kind: Kind | None = None) -> Migrated:
     name, folder = "the configuration", Path()
     try:
         if isinstance(source, Mapping):
-            tree = texts_of(dict(source))
+            tree = as_strings(dict(source))
         else:
             name, folder = os.fspath(source), Path(source).parent
             tree = mapping_in(Path(source))

@@ -12,7 +12,7 @@ from ..base.errors import ConfigurationError, printable
 from ..core.layout import layout_of
 from ..trainer.config import as_yaml
 from ..trainer.offload import offload_of
-from ..trainer.settings import units_asked
+from ..trainer.settings import parse_units
 from .account import Block, Entry
 
 Kind = Literal["deepspeed", "accelerate", "hugging-face"]
@@ -96,7 +96,7 @@ class Migrated:
         """Keywords of `sw.shard`: model, optimizer = sw.shard(model, optimizer, **words)."""
         found = {name: self.settings[name] for name in SHARD_KEYWORDS if self.settings.get(name) is not None}
         if self.settings.get("units"):
-            found["units"] = units_asked(self.settings["units"])
+            found["units"] = parse_units(self.settings["units"])
         folder = offload_of(self.settings.get("offload", ())).folder
         if folder is not None:
             found["disk_path"] = str(folder)

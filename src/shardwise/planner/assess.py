@@ -83,7 +83,7 @@ HOST_SHARE = 0.9
 # Memory of NCCL's communicators on a GPU, from published logs (1 to 2 GiB with a handful of groups).
 NCCL_BYTES = 1 << 30
 # Maximum number of micro-batches that are simulated; further ones cost the same as one in the middle.
-MOST_PLAYED = 3
+MAX_SIMULATED = 3
 
 
 @dataclass(frozen=True, repr=False)
@@ -101,7 +101,7 @@ class Assessment:
 
     @cached_property
     def events(self) -> list[Event]:
-        return self._events(min(self.training.num_micro_batches, MOST_PLAYED))
+        return self._events(min(self.training.num_micro_batches, MAX_SIMULATED))
 
     def _events(self, num_micro_batches: int) -> list[Event]:
         """The events of a step, including the copies of offloaded activations."""
@@ -141,8 +141,8 @@ class Assessment:
     def _continued(self, cost: Callable[[Sequence[Event]], Sum]) -> Sum:
         """Cost a step. Each micro-batch that is not simulated costs what the third one adds to the first two."""
         found = cost(self.events)
-        num_more = self.training.num_micro_batches - MOST_PLAYED
-        return found.continued(cost(self._events(MOST_PLAYED - 1)), num_more) if num_more > 0 else found
+        num_more = self.training.num_micro_batches - MAX_SIMULATED
+        return found.continued(cost(self._events(MAX_SIMULATED - 1)), num_more) if num_more > 0 else found
 
     @property
     def needed_bytes(self) -> int:

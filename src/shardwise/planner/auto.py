@@ -29,7 +29,7 @@ from .hardware.cluster import Cluster
 from .hardware.gpus import IDEAL, Efficiency, Gpu, Overheads, efficiency_of, gpu_named, gpu_of_device
 from .hardware.links import Link
 from .planning import Plan, plan_for
-from .search import TIE, choices, moved_presets
+from .search import TIE, changed_presets, choices
 from .subject import subject_of_module
 from .training import Training
 from .work.work import Work
@@ -73,7 +73,7 @@ class AutoRequest:
 
 def choose(model: nn.Module, found: list[UnitSpec], asked: AutoRequest, machine: Machine) -> Plan:
     """Return a plan whose `recommended` is the fastest strategy that fits. Without a requested codec it is exact."""
-    if asked.disk_path is None and any(layout.uses_disk for layout in moved_presets(asked.moves)):
+    if asked.disk_path is None and any(layout.uses_disk for layout in changed_presets(asked.moves)):
         raise PlaceError(
             f"strategy '{AUTO}' with {', '.join(asked.moves)}: state goes to disk, and no folder is named for it:"
             " give disk_path=, a folder on a local disk"

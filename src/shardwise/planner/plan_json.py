@@ -10,7 +10,7 @@ from typing import Any
 
 from ..base.text import size
 from ..core.layout import Layout
-from ..core.schedule.state_bytes import kept_losses
+from ..core.schedule.state_bytes import saved_error_bytes
 from ..core.schedule.step_schedule import NUM_REDUCTIONS, NUM_ROW_SLOTS
 from ..version import VERSION
 from .assess import Assessment, Machine
@@ -204,7 +204,7 @@ def _values(entry: Assessment) -> Json:
         values[f"{name}_place"] = "" if place == "device" else f"; on the {place}{but}"
     encoded = [flat for unit in schedule.units for flat in unit.flats if flat.copy_is_encoded]
     each = sum(flat.rest_bytes for flat in encoded) / max(sum(flat.num_rest for flat in encoded), 1)
-    lost = kept_losses(schedule.trainable_flats)
+    lost = saved_error_bytes(schedule.trainable_flats)
     flats = schedule.trainable_flats
     sent = ["in the reduce dtype"] if any(flat.reduces_in_slot for flat in flats) else []
     sent += ["as it is sent and received, encoded"] if any(flat.exchanged_bytes for flat in flats) else []

@@ -16,11 +16,11 @@ from .search import (
     TIE,
     Choice,
     assess_named,
+    changed_presets,
+    changes_after_auto,
     choices,
     fastest,
     mixtures,
-    moved_presets,
-    moves_behind_auto,
     offloads,
     presets,
 )
@@ -147,9 +147,9 @@ def plan_for(
     """Assess strategies and recommend one. A strategy with quantised collectives is not exact: it is recommended only
     if `strategy` names it, and with `only_exact` it is not assessed. `has_disk`: there is a folder for state on disk.
     `tie`: a plan whose speed differs from the fastest by at most this fraction counts as equally fast."""
-    moves = moves_behind_auto(strategy)
+    moves = changes_after_auto(strategy)
     if moves:
-        entries = candidates = [assess_named(assess, layout.name, choice) for layout in moved_presets(moves)]
+        entries = candidates = [assess_named(assess, layout.name, choice) for layout in changed_presets(moves)]
     elif strategy is not None and moves is None:
         entries = candidates = [assess_named(assess, strategy, choice)]
     else:
@@ -314,7 +314,7 @@ def _smaller_trainings(training: Training) -> list[Training]:
     if can_reduce_in_bf16(training):
         found.append(replace(found[-1], reduce="bf16"))
     if training.optimizer == "adamw":
-        found.append(with_eight_bits(found[-1]))
+        found.append(with_adamw8bit(found[-1]))
     return list(dict.fromkeys(found))[1:]
 
 
@@ -327,5 +327,5 @@ def can_reduce_in_bf16(training: Training) -> bool:
     return training.formats.reduce.itemsize == 4 and training.formats.compute == BF16
 
 
-def with_eight_bits(training: Training) -> Training:
+def with_adamw8bit(training: Training) -> Training:
     return replace(training, optimizer="adamw8bit", moments=None)

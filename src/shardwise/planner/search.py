@@ -160,7 +160,7 @@ def assess_named(assess: Assessor, strategy: Strategy, choice: Choice) -> Assess
     return assess_best(assess, name, layouts, choice)
 
 
-def moves_behind_auto(strategy: Strategy | None) -> list[str] | None:
+def changes_after_auto(strategy: Strategy | None) -> list[str] | None:
     """Return the changes that follow `auto+` (offload, codecs) and apply to every preset; None if the strategy is
     not `auto`."""
     if not isinstance(strategy, str):
@@ -169,7 +169,7 @@ def moves_behind_auto(strategy: Strategy | None) -> list[str] | None:
     return moves if name == AUTO else None
 
 
-def moved_presets(moves: Sequence[str]) -> list[Layout]:
+def changed_presets(moves: Sequence[str]) -> list[Layout]:
     """Apply these changes to the presets without offload or codecs of their own, if the layout allows them."""
     found: list[Layout] = []
     refused: list[ConfigurationError] = []
@@ -217,8 +217,8 @@ def _each(assess: Assessor, layouts: Mapping[str, Layout], choice: Choice) -> It
         if layout.uses_disk and fits_host:
             return
         without = assess_best(assess, name, layout, choice)
-        is_in_vain = layout.grads_on == "device" and without.training.num_micro_batches == 1
-        if is_in_vain or without.needed_bytes > without.machine.memory_bytes:
+        saves_nothing = layout.grads_on == "device" and without.training.num_micro_batches == 1
+        if saves_nothing or without.needed_bytes > without.machine.memory_bytes:
             continue
         found = [_most_kept(assess, name, layout, parts, training) for training in same_batch(choice, without.training)]
         best = fastest(entry for entry in found if entry is not None)

@@ -13,13 +13,13 @@ from ..base.errors import ConfigurationError
 from ..core.layout import PRESETS, Layout, Strategy, layouts_for
 from ..core.schedule.flat import Pass, flats_of
 from ..core.schedule.model import ROOT, Param, Site, UnitSpec
-from ..core.schedule.state_bytes import OffDevice, kept_losses
+from ..core.schedule.state_bytes import OffDevice, saved_error_bytes
 from ..core.schedule.step_schedule import UnitPlan
 from ..core.schedule.unit_status import FlatGather
 from .assess import Machine
 from .cost.peak import Instant, Memory, Reserved
 from .events import StepTraffic, gather_event, reduce_event, traffic_of, update_event
-from .search import moved_presets, moves_behind_auto
+from .search import changed_presets, changes_after_auto
 from .shapes.shape import StatesOnly
 from .training import Training
 
@@ -93,10 +93,10 @@ def states_of(shape: StatesOnly, machine: Machine, training: Training, strategy:
     """Return the states of every preset, with the changes that follow `auto+`, or of the one requested strategy."""
     if training.lora is not None:
         raise ConfigurationError(f"{shape.name} with adapters: where they go needs a real shape")
-    moves = moves_behind_auto(strategy)
+    moves = changes_after_auto(strategy)
     layouts = PRESETS
     if strategy is not None and moves != []:
-        asked = moved_presets(moves) if moves else layouts_for(strategy, [ROOT])
+        asked = changed_presets(moves) if moves else layouts_for(strategy, [ROOT])
         layouts = {layout.name: layout for layout in asked}
     rows = [_row(name, layout, shape.num_params, machine, training) for name, layout in layouts.items()]
     return States(shape, machine, training, tuple(rows))
@@ -124,7 +124,7 @@ def _row(name: str, layout: Layout, num_params: int, machine: Machine, training:
         if place != "device":
             elsewhere[place] += (num_bytes - round(layout.kept * num_bytes)) * cluster.node_size
             num_bytes = round(layout.kept * num_bytes)
-        on_device.append(num_bytes + (kept_losses(unit.flats) if what == "grads" else 0))
+        on_device.append(num_bytes + (saved_error_bytes(unit.flats) if what == "grads" else 0))
     memory = Memory((Instant("the end of the backward", (*on_device, 0, 0, 0, 0)),), OffDevice(0, 0, 0, 0))
     moved = _moved(unit, machine, training)
     return StatesRow(name, layout, training, machine, memory, elsewhere["host"], elsewhere["disk"], moved)

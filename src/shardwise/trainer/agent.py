@@ -41,9 +41,9 @@ from .rank_watcher import RankWatcher, first_failure
 from .settings import Settings, num_nodes
 
 ALONE, SIGNED = "alone", "signed"
-MEETING_S = 600  # machines of one job may be started minutes apart
+RENDEZVOUS_TIMEOUT_S = 600  # machines of one job may be started minutes apart
 # Exit codes (docs/training.md) from the least to the most serious; any other code is a crash, the most serious.
-GRAVITY = (0, 130, 143, 2, 3, 4, 5, 1)
+SEVERITY = (0, 130, 143, 2, 3, 4, 5, 1)
 KEY = "rendezvous.key"
 KEY_CHARS = 64
 KEY_S = 30.0  # time limit for another machine to write the key
@@ -94,11 +94,11 @@ def run_agent(settings: Settings, num_ranks_here: int, task: Task) -> int:
                 f"no meeting with the other machines at {config.rdzv_endpoint} (id {config.run_id}): {error}; every "
                 "machine needs the same --rdzv-endpoint, --rdzv-id, --nnodes and --output-dir, and a way to that port"
             ) from error
-    return gravest(codes.values())
+    return most_severe(codes.values())
 
 
-def gravest(codes: Iterable[int]) -> int:
-    return max(codes, key=lambda code: GRAVITY.index(code) if code in GRAVITY else len(GRAVITY), default=0)
+def most_severe(codes: Iterable[int]) -> int:
+    return max(codes, key=lambda code: SEVERITY.index(code) if code in SEVERITY else len(SEVERITY), default=0)
 
 
 def say(text: str) -> None:
@@ -143,7 +143,11 @@ class _Starts(LogsSpecs):
 def _meeting(settings: Settings, logs: Path) -> dict[str, Any]:
     """Return the arguments by which several machines find each other."""
     key = shared_key(logs)
-    configs: dict[str, Any] = {"read_timeout": MEETING_S, "join_timeout": MEETING_S, "key": str(key)}
+    configs: dict[str, Any] = {
+        "read_timeout": RENDEZVOUS_TIMEOUT_S,
+        "join_timeout": RENDEZVOUS_TIMEOUT_S,
+        "key": str(key),
+    }
     if settings.rdzv_backend == "static":
         configs["rank"] = settings.node_rank
     elif settings.node_rank is not None:
@@ -178,7 +182,7 @@ class _Alone(StaticTCPRendezvous):
     """The rendezvous of one machine. Each start of the ranks gets a new store, without addresses of earlier ranks."""
 
     def __init__(self, params: rendezvous.RendezvousParameters) -> None:
-        super().__init__(loopback.ADDRESS, 0, 0, 1, params.run_id, MEETING_S)
+        super().__init__(loopback.ADDRESS, 0, 0, 1, params.run_id, RENDEZVOUS_TIMEOUT_S)
 
     def get_backend(self) -> str:
         return ALONE

@@ -18,7 +18,7 @@ from pathlib import Path
 from types import MappingProxyType, NoneType
 from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
 
-from ..base.documents import read_text, texts_of, yaml_node, yaml_pairs, yaml_texts, yaml_tree
+from ..base.documents import as_strings, read_text, yaml_node, yaml_pairs, yaml_texts, yaml_tree
 from ..base.errors import ConfigurationError, did_you_mean, nearest
 from .offload import check_strategy, without_unused_folder
 from .settings import FINE_TUNING_RATE, LORA_RATE, Lora, Settings
@@ -204,7 +204,7 @@ def _from_yaml(text: str, file: str) -> Iterator[Given]:
 
 def _from_toml(text: str, file: str) -> Iterator[Given]:
     try:
-        document = texts_of(tomllib.loads(text, parse_float=str))
+        document = as_strings(tomllib.loads(text, parse_float=str))
     except tomllib.TOMLDecodeError as error:
         raise ConfigurationError(f"file {file} is not TOML: {error}") from None
     except RecursionError:

@@ -67,7 +67,7 @@ def num_warmup_steps(settings: Settings, num_steps: int) -> int:
     return math.ceil(part * num_steps) if part < 1 else int(part)
 
 
-def learning_rate_rise(settings: Settings, before: float | None, step: int, num_steps: int) -> str:
+def learning_rate_warning(settings: Settings, before: float | None, step: int, num_steps: int) -> str:
     """Return a warning if a run that resumes after `step` steps has a new schedule that raises the rate, else "".
 
     `before` is the rate of the last step before the resume; None: unknown.

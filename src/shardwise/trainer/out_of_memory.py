@@ -26,7 +26,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from ..api.memory_report import Memory, memory
 from ..base.errors import MemoryExceededError
-from ..base.text import column_table, labelled_lines, plural, size, terminal_width, unbroken
+from ..base.text import column_table, labelled_lines, non_breaking, plural, size, terminal_width
 from ..core.engine.guards import find_engine
 from ..core.engine.runtime import Engine
 from ..core.layout import Layout
@@ -74,7 +74,7 @@ class FailureContext:
     run: "Run | None" = None
 
 
-class OutOfMemoryHereError(MemoryExceededError):
+class FirstOutOfMemoryError(MemoryExceededError):
     """This rank ran out of memory, and was the first: the others do not know yet."""
 
 
@@ -97,7 +97,7 @@ def explain(error: BaseException, context: FailureContext) -> MemoryExceededErro
             context.folder.mkdir(parents=True, exist_ok=True)
             (context.folder / f"oom-rank{context.rank}.json").write_text(json.dumps(report, indent=1) + "\n")
     text = str(report["text"])
-    return OutOfMemoryHereError(text) if is_first else MemoryExceededError(text)
+    return FirstOutOfMemoryError(text) if is_first else MemoryExceededError(text)
 
 
 def _report(error: BaseException, context: FailureContext) -> dict[str, Any]:
@@ -297,7 +297,7 @@ def _text(report: dict[str, Any], planned: RunPlan | None, changes: "list[Remedy
         most, limit = at(planned.entry.memory.peak.name), size(planned.entry.machine.memory_bytes)
         where += f"; planned at most {size(report['planned_peak'])} of {limit}, at {most}"
     largest = ", ".join(
-        unbroken(f"{block['count']} x " * (block["count"] > 1) + f"{size(block['bytes'])} {block['name']}")
+        non_breaking(f"{block['count']} x " * (block["count"] > 1) + f"{size(block['bytes'])} {block['name']}")
         for block in report["largest"]
     )
     lines = [f"does not fit: {error}{more}", *labelled_lines({"where": where})]
@@ -358,8 +358,10 @@ def remedies(planned: RunPlan, room: int | None = None) -> list[Remedy]:
         if not changed.machine.lacks(0, changed.host_bytes, changed.disk_bytes):
             found += remedy(words, changed)
     found.sort(key=lambda it: (not it.fits, round(it.times or 1.0, 2) if it.fits else 0, -it.saved_bytes))
-    is_hopeless = not planned.note and not entry.fits and not any(helps.fits for helps in found)
-    if is_hopeless and (together := planner.nearest_change(planned.assess, entry, FLAGS, "--nnodes", offload_flag)):
+    no_single_change_fits = not planned.note and not entry.fits and not any(helps.fits for helps in found)
+    if no_single_change_fits and (
+        together := planner.nearest_change(planned.assess, entry, FLAGS, "--nnodes", offload_flag)
+    ):
         found.insert(0, Remedy(f"together: {together}", 0, None, None))
     cluster = machine.cluster
     name = "num_nodes" if cluster.num_nodes > 1 else "node_size"
@@ -412,4 +414,4 @@ def _other_trainings(training: Training) -> Iterator[Training]:
     if planner.can_reduce_in_bf16(training):
         yield replace(training, reduce="bf16")
     if training.optimizer == "adamw":
-        yield planner.with_eight_bits(training)
+        yield planner.with_adamw8bit(training)

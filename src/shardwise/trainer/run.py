@@ -23,7 +23,7 @@ from torch import nn
 from ..api.full_weights import load_full_state_dict
 from ..api.sharding import free_bytes_here, shard
 from ..base.errors import ConfigurationError, DivergenceError, SaveError, ShardwiseError
-from ..checkpoint.folder import CHECKPOINTS, go_on_from
+from ..checkpoint.folder import CHECKPOINTS, continue_from
 from ..checkpoint.saving import save
 from ..core import mesh
 from ..core.engine.guards import engine_of
@@ -41,8 +41,8 @@ from .loop import Ending, run_steps
 from .metrics import Divergence, Metrics, Progress, StepRecords, json_number
 from .models.build import Built, build
 from .offload import is_auto, offload_of, updates_early
-from .optimizers import learning_rate_rise, num_warmup_steps, optimizer_for
-from .out_of_memory import FailureContext, OutOfMemoryHereError, explain, is_out_of_memory
+from .optimizers import learning_rate_warning, num_warmup_steps, optimizer_for
+from .out_of_memory import FailureContext, FirstOutOfMemoryError, explain, is_out_of_memory
 from .profile import traced_steps
 from .run_checkpoints import Resumed, require_room, resume, saves_of
 from .run_folder import (
@@ -59,7 +59,7 @@ from .run_folder import (
 from .run_plan import RunPlan, draft, plan_before, plan_of, write_plan
 from .run_state import Run, data_identity
 from .run_summary import banner, device_name, summary
-from .settings import Settings, settings_from_json, units_asked
+from .settings import Settings, parse_units, settings_from_json
 from .signals import Requests, has_launcher
 
 TOKENISING_S = 24 * 3600  # maximum time that ranks wait for the rank that tokenises
@@ -77,7 +77,7 @@ def run_rank(text: str) -> int:
             raise
         # Usually every rank has the same error. Under our launcher all print it, and all but rank 0 print into logs.
         # An error before the ranks have joined, or a lack of memory, may be that of one rank, which must print it.
-        is_alone = not mesh.is_joined() or isinstance(error, OutOfMemoryHereError)
+        is_alone = not mesh.is_joined() or isinstance(error, FirstOutOfMemoryError)
         if has_launcher() or mesh.is_first() or is_alone:
             print(f"shardwise: {error}", file=sys.stderr, flush=True)
         return error.exit_code
@@ -190,7 +190,7 @@ def set_up(settings: Settings, context: FailureContext) -> Run:
         say(f"nothing is left to train: the checkpoint has all {num_steps} steps; raise --max-steps")
     elif num_warmup_steps(settings, num_steps) >= num_steps:
         say(f"the learning rate never comes up: warmup_steps {settings.warmup_steps:g}, steps {num_steps}")
-    elif warning := learning_rate_rise(settings, resumed.learning_rate, first_step, num_steps):
+    elif warning := learning_rate_warning(settings, resumed.learning_rate, first_step, num_steps):
         say(warning)
 
     hosts = mesh.hosts()
@@ -205,7 +205,7 @@ def set_up(settings: Settings, context: FailureContext) -> Run:
         with writing_to(folder):
             claim(settings)
             write_plan(folder, planned, first_step)
-            left = go_on_from(folder / CHECKPOINTS, first_step)
+            left = continue_from(folder / CHECKPOINTS, first_step)
         if left is not None:
             say(f"later checkpoints of this run are moved to {left}")
 
@@ -299,7 +299,7 @@ def _sharded(
         precision=precision_of(settings.precision or "bf16", None),
         reduce_dtype=settings.reduce_dtype,
         node_size=settings.node_size,
-        units=units_asked(settings.units),
+        units=parse_units(settings.units),
         seed=settings.seed,
         early_update=updates_early(settings),
         skip_nonfinite=settings.skip_nonfinite,

@@ -104,7 +104,7 @@ def resume_candidates(asked: Settings, chosen: Settings) -> list[str]:
     return [str(step_folder(root, step)) for step in reversed(all_steps(root))]
 
 
-def config_to_go_on_with(settings: Settings) -> tuple[str, str] | None:
+def config_of_resumed_run(settings: Settings) -> tuple[str, str] | None:
     """Return the settings of the run to resume, as a file name and its text. They replace defaults. A checkpoint has
     a copy of them, for the case that it was moved out of its run."""
     resume, folder = settings.resume_from_checkpoint, settings.output_dir

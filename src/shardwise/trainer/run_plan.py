@@ -40,7 +40,7 @@ from .models.build import Built
 from .models.headloss import path_of
 from .offload import strategy_of, updates_early
 from .run_folder import PLAN, TRAFFIC, replace_file
-from .settings import Batching, Settings, units_asked
+from .settings import Batching, Settings, parse_units
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +98,7 @@ def draft(
         loss="plain" if path_of(built.model).how == "plain" else "chunked",
     )
     training = replace(training, moments=num_moments(optimizer, training.formats))
-    units = tuple(find_units(built.model, units_asked(settings.units)))
+    units = tuple(find_units(built.model, parse_units(settings.units)))
     facts = {"name": settings.model, "num_params": built.num_params}
     works, note = _works_or_note(built, settings, training, [unit.name for unit in units])
     subject = Subject(settings.model, units, works, built.flops_per_token(seq), facts)

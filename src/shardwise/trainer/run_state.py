@@ -12,7 +12,7 @@ from torch import nn
 
 from ..api.memory_report import Memory, memory
 from ..checkpoint.folder import CHECKPOINTS, point_to, prune, step_folder
-from ..checkpoint.opened import looks_whole
+from ..checkpoint.opened import has_all_files
 from ..checkpoint.saving import Saving, save, start_save
 from ..core.engine.guards import engine_of
 from ..core.wire.collectives import Channel, exchange
@@ -131,7 +131,7 @@ class Run:
         for first in range(0, num_samples, batch_size * hosts.num_ranks):
             mine = range(first + hosts.index * batch_size, first + (hosts.index + 1) * batch_size)
             batch = samples.batch([min(index, num_samples - 1) for index in mine])
-            batch = batch.with_targets_of(min(max(num_samples - mine.start, 0), batch_size))
+            batch = batch.with_first_targets(min(max(num_samples - mine.start, 0), batch_size))
             num_targets += batch.num_targets
             total += loss_sum(model, batch.to(device))
         model.train(was_training)
@@ -190,7 +190,7 @@ class Run:
 
     def _remove_older(self, root: Path, limit: int) -> None:
         try:
-            prune(root, limit, looks_whole)
+            prune(root, limit, has_all_files)
         except OSError as error:
             self.progress.say(f"older checkpoints cannot be removed: {error}")
 

@@ -7,7 +7,7 @@ import torch
 
 from ..api.memory_report import Memory, memory
 from ..api.sharded_model import num_cores
-from ..base.text import column_table, count, duration, labelled_lines, plural, size, terminal_width, unbroken
+from ..base.text import column_table, count, duration, labelled_lines, non_breaking, plural, size, terminal_width
 from ..checkpoint.folder import CHECKPOINTS, step_folder
 from ..core.engine.guards import engine_of
 from ..core.engine.runtime import Engine
@@ -43,13 +43,13 @@ def banner(run: Run) -> str:
         world += f" = {plural(batching.num_ranks // engine.mesh.node_size, 'node')} x {engine.mesh.node_size}"
     data = settings.dataset or ", ".join(settings.train_file) or "Python's manual"
     evaluation = "" if run.eval_samples is None else f", {run.eval_samples.num_samples:,} more for evaluation"
-    tokenizer = ", " + unbroken(f"tokenizer {run.checked.tokenizer.name}") if run.checked.tokenizer.name else ""
+    tokenizer = ", " + non_breaking(f"tokenizer {run.checked.tokenizer.name}") if run.checked.tokenizer.name else ""
     num_epochs = run.num_samples_before(num_steps) / samples.num_samples
     steps = f"{plural(num_steps, 'step')} = {num_epochs:.3g} epochs"
     steps += f", from step {run.first_step:,} on" if run.first_step else ""
     num_warmup = num_warmup_steps(settings, num_steps)
     warmup = f", {num_warmup} warm-up steps" if num_warmup else ""
-    disk = "" if engine.host.disk is None else unbroken(str(engine.host.disk.folder))
+    disk = "" if engine.host.disk is None else non_breaking(str(engine.host.disk.folder))
     lines = {
         "model": f"{settings.model}, {count(built.num_params)} parameters, {trained}",
         "strategy": f"{_strategy(run, engine)} on {world}, {device_name(run.device)}, {settings.precision}"
@@ -64,7 +64,7 @@ def banner(run: Run) -> str:
         "host": _host_memory(run, engine, held),
         "disk": f"{size(held.planned_disk)} a rank in {disk}, gone when the run ends" if held.planned_disk else "",
         "checkpoint": _saving(run, engine),
-        "resumes": unbroken(settings.resume_from_checkpoint or ""),
+        "resumes": non_breaking(settings.resume_from_checkpoint or ""),
     }
     return "\n".join([f"shardwise {VERSION}  {run.folder}", "", *labelled_lines(lines)])
 
@@ -84,12 +84,12 @@ def _device_memory(run: Run, held: Memory) -> str:
     planned, activation_bytes = held.planned, run.planned.activation_bytes
     state = {"params": planned.params, "grads": planned.grads, "optimizer": planned.optimizer}
     state["buffers"] = held.planned_buffers
-    shown = ", ".join(unbroken(f"{name} {size(num_bytes)}") for name, num_bytes in state.items() if num_bytes)
+    shown = ", ".join(non_breaking(f"{name} {size(num_bytes)}") for name, num_bytes in state.items() if num_bytes)
     free = f", of {size(run.free_bytes)} free"
     if activation_bytes is None:
         return f"{size(sum(state.values()))} + activations a rank{free}: {shown}; {run.planned.note}"
     peak = size(sum(state.values()) + activation_bytes)
-    activations = unbroken(f"activations {size(activation_bytes)}")
+    activations = non_breaking(f"activations {size(activation_bytes)}")
     return f"planned peak {peak} a rank{free}: {shown}, {activations} at {at(run.planned.entry.memory.peak.name)}"
 
 
@@ -137,8 +137,8 @@ def summary(run: Run, ending: Ending, seconds: float) -> str:
     lines = {
         "loss": _losses(run),
         "speed": ", ".join(speed),
-        "checkpoint": unbroken(saved),
-        "export": unbroken(run.exported),
+        "checkpoint": non_breaking(saved),
+        "export": non_breaking(run.exported),
     }
     head = f"{done} of {run.num_steps:,}, {count(num_tokens)} tokens in {duration(seconds)}"
     text = [head, "", *labelled_lines(lines), *_memory_table(run, largest)]

@@ -169,7 +169,7 @@ class Settings:
                 needed = f"{name} {value} belongs to lr_scheduler_type {', '.join(schedules)}"
                 raise ConfigurationError(f"{needed}, but that is {schedule}")
         num_nodes(self.nnodes)
-        units_asked(self.units)
+        parse_units(self.units)
 
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self), indent=1)
@@ -203,7 +203,7 @@ def num_nodes(text: str) -> tuple[int, int]:
     return low, high
 
 
-def units_asked(words: tuple[str, ...]) -> str | int | tuple[str, ...]:
+def parse_units(words: tuple[str, ...]) -> str | int | tuple[str, ...]:
     """Parse --units for `sw.shard`."""
     if not words:
         return "auto"

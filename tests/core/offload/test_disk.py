@@ -40,7 +40,7 @@ def row(num_bytes: int, shift: int = 0, seed: int = 0) -> Tensor:
 @pytest.fixture(params=["around the cache", "through the cache"])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     if request.param == "through the cache":
-        monkeypatch.setattr(disk_file, "go_direct", lambda _: None)
+        monkeypatch.setattr(disk_file, "enable_direct_io", lambda _: None)
     return str(request.param)
 
 

@@ -271,10 +271,10 @@ def test_operations_of_a_token(tmp_path: Path) -> None:
     saved("qwen3_moe", tmp_path)
     moe = build(Settings(model=str(tmp_path), tokenizer="bytes"), 257, CPU)
     experts = 3 * 4 * 3 * 16 * 24
-    assert moe.num_multiplying == moe.num_params - VOCAB * 16 - experts // 2
+    assert moe.num_matmul_params == moe.num_params - VOCAB * 16 - experts // 2
     saved("llama", tmp_path / "llama")
     plain = Settings(model=str(tmp_path / "llama"), tokenizer="bytes")
     full, lora = (build(replace(plain, lora=each), 257, CPU) for each in (None, Lora(r=2)))
     frozen = full.num_params - VOCAB * 16
-    assert lora.num_multiplying == pytest.approx(lora.num_trainable + frozen * 2 / 3, abs=1)
+    assert lora.num_matmul_params == pytest.approx(lora.num_trainable + frozen * 2 / 3, abs=1)
     assert math.isclose(full.flops_per_token(8), 6 * frozen + 12 * 3 * 16 * 8)

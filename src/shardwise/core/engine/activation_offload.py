@@ -132,7 +132,7 @@ class HostActivations:
             return
         if not self._open:
             self.join()
-            self._let_go_of_all_but(self._last)
+            self._release_all_but(self._last)
             self._reached = None
             # If other hooks are active, such as those of a checkpoint around the whole model, those decide.
             if _top_pack() is None:
@@ -223,7 +223,7 @@ class HostActivations:
     def _begin_stretch(self) -> _ForwardSegment:
         """Begin a stretch: queue the last one's copy to the host, release the one before it from the device."""
         self.join()
-        self._let_go_of_all_but(self._last)
+        self._release_all_but(self._last)
         if self._last is not None and len(self._last.memories):
             self._start_sending(self._last)
         self._num_stretches += 1
@@ -278,13 +278,13 @@ class HostActivations:
         self.join()
         earlier = [other for other in self._stretches.values() if other.serial < stretch.serial]
         ahead = next((other for other in reversed(earlier) if len(other.memories)), None)
-        self._let_go_of_all_but(stretch, ahead)
+        self._release_all_but(stretch, ahead)
         self._start_fetching(stretch)
         self.join()
         if ahead is not None:
             self._start_fetching(ahead)
 
-    def _let_go_of_all_but(self, *stretches: _ForwardSegment | None) -> None:
+    def _release_all_but(self, *stretches: _ForwardSegment | None) -> None:
         kept = {memory for stretch in stretches if stretch is not None for memory in stretch.memories}
         for memory in [memory for stretch in self._here for memory in stretch.memories]:
             if memory not in kept and memory.here is not None and memory.copy is not None:

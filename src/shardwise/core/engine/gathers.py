@@ -35,7 +35,7 @@ LOST = 1
 class GatherInFlight(NamedTuple):
     """A gather that has started. `staged`: host memory to be copied to the device. `row_slot`: for encoded rows."""
 
-    journeys: list[HopChain]
+    hop_chains: list[HopChain]
     queued: Mark
     staged: Tensor | None
     row_slot: Tensor | None
@@ -68,12 +68,12 @@ class Gathers:
         # The gathers of units that are GATHERING, in the order in which they started.
         self._in_flight: dict[int, GatherInFlight] = {}
         # Units to gather before any other: they were postponed while the host updated them.
-        self._owed: deque[int] = deque()
+        self._postponed: deque[int] = deque()
         self._row_slots = deque(self.memory.row_slots)
         self.is_staged = [any(state.flat.is_staged for state in unit.states) for unit in units]
         self._masters_version = self._version_of_masters()
         for unit in units:
-            unit.show_resting()
+            unit.show_user_params()
             unit.stamp(LOST)
 
     def make_ready(self, index: int, pass_: Pass, ahead: Sequence[int] = (), computes: bool = True) -> None:
@@ -86,7 +86,7 @@ class Gathers:
         self.start(index, pass_, needed_now=True)
         for position, other in enumerate(ahead):
             if not self._host_jobs.is_updated(self._units[other]):
-                self._owed.extend(unit for unit in ahead[position:] if unit not in self._owed)
+                self._postponed.extend(unit for unit in ahead[position:] if unit not in self._postponed)
                 break
             self.start(other, "forward", needed_now=False)
         (self.show if computes else self.arrive)(index)
@@ -123,16 +123,16 @@ class Gathers:
         status = self.statuses[index]
         if status.is_ready(pass_):
             return
-        if self._owed:
+        if self._postponed:
             # Postponed gathers are for a forward. One of them may be this unit's, and serve a backward as well.
-            self._start_owed(before=index if pass_ == "forward" else None)
+            self._start_postponed(before=index if pass_ == "forward" else None)
             if status.is_ready(pass_):
                 return
         self._start_in_turn(status, pass_, needed_now)
 
-    def _start_owed(self, before: int | None = None) -> None:
-        while self._owed:
-            index = self._owed.popleft()
+    def _start_postponed(self, before: int | None = None) -> None:
+        while self._postponed:
+            index = self._postponed.popleft()
             if index == before:
                 return
             if not self.statuses[index].is_ready("forward"):
@@ -163,7 +163,7 @@ class Gathers:
             row_slot = self._row_slots.popleft()
         with self.lane.after_compute().named(f"gather {unit.name}"):
             self.memory.fetch(index)
-            journeys: list[HopChain] = []
+            hop_chains: list[HopChain] = []
             place: Tensor | None = None
             staged: dict[Flat, Tensor] = {}
             if self.is_staged[index] and (wanted := self._wanted_from_disk(index, todo)):
@@ -175,25 +175,25 @@ class Gathers:
                     # No lookup without need: hashing a flat takes time, because it has many fields.
                     read = staged.get(state.flat) if staged else None
                     encoded = rows[at] if is_encoded else None
-                    journeys.append(state.start_gather(is_stale, read, encoded, self._channels))
+                    hop_chains.append(state.start_gather(is_stale, read, encoded, self._channels))
             if not self._defers:
-                for journey in journeys:
-                    journey.go_to_last()
+                for hop_chain in hop_chains:
+                    hop_chain.go_to_last()
             if row_slot is not None and self.lane.queues:
                 # Decode on the lane, not in the waiting computation. The row slot's next use is queued behind it.
-                for journey in journeys:
-                    journey.finish()
+                for hop_chain in hop_chains:
+                    hop_chain.finish()
                 self._row_slots.append(row_slot)
-                journeys, row_slot = [], None
-            self._in_flight[index] = GatherInFlight(journeys, self.lane.mark(), place, row_slot)
+                hop_chains, row_slot = [], None
+            self._in_flight[index] = GatherInFlight(hop_chains, self.lane.mark(), place, row_slot)
 
     def _finish(self, index: int) -> None:
         gather = self._in_flight.pop(index)
         self.lane.compute_waits_for(gather.queued)
-        for journey in gather.journeys:
-            journey.go_to_last()
-        for journey in gather.journeys:
-            journey.finish()
+        for hop_chain in gather.hop_chains:
+            hop_chain.go_to_last()
+        for hop_chain in gather.hop_chains:
+            hop_chain.finish()
         if gather.row_slot is not None:
             self._row_slots.append(gather.row_slot)
         if gather.staged is not None:
@@ -203,7 +203,7 @@ class Gathers:
 
     def settle(self) -> None:
         """Wait for every gather in flight."""
-        self._start_owed()
+        self._start_postponed()
         for index in list(self._in_flight):
             self._finish(index)
 
@@ -237,7 +237,7 @@ class Gathers:
         """Make a unit SHARDED: its gathered memory is about to be used by another unit, or released."""
         self.arrive(status.index)
         status.lose()
-        self._units[status.index].show_resting()
+        self._units[status.index].show_user_params()
         self._units[status.index].stamp(LOST)
 
     def _leave_slot(self, status: UnitStatus, why: str) -> None:

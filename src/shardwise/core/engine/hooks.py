@@ -194,7 +194,7 @@ def install_hooks(engine: Engine, modules: dict[str, nn.Module]) -> None:
         inside = set(encoder.layers[0].modules())
         for unit in [unit for unit in engine.units if unit.module in inside]:
             encoder.register_forward_pre_hook(_opaque(lambda *_, unit=unit: unit.show_compute()))
-            encoder.register_forward_hook(_opaque(lambda *_, unit=unit: unit.show_resting()), always_call=True)
+            encoder.register_forward_hook(_opaque(lambda *_, unit=unit: unit.show_user_params()), always_call=True)
 
 
 def register_forward(module: nn.Module, method: str) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ...base.errors import StateError
 from ..mesh import Mesh
-from ..schedule.step_schedule import NUM_LEAVING, NUM_REDUCTIONS, Schedule
+from ..schedule.step_schedule import NUM_OFFLOADED_GRADS, NUM_REDUCTIONS, Schedule
 from ..schedule.unit_status import UnitStatus
 from ..unit.gradient import Room
 from ..unit.state import FlatState, Unit
@@ -112,14 +112,14 @@ class Reductions:
         unit = self._units[index]
         slot = self._opened.pop(index) if index in self._opened else self._open(index)
         self._release_taken()
-        self._release_left(NUM_LEAVING - 2)  # two more are being written and reduced
+        self._release_left(NUM_OFFLOADED_GRADS - 2)  # two more are being written and reduced
         states = unit.trainable_states
         taken = [state.take_gradients() for state in states]
         if torch.is_grad_enabled():  # create_graph=True: gradients have graphs of their own
             taken = [[None if grad is None else grad.detach() for grad in grads] for grads in taken]
         lane = self._lane.after_compute().after(*self.memory.freed.get(slot, ()))
         with lane.named(f"reduce {unit.name}"):
-            journeys = [
+            hop_chains = [
                 state.gradient.start_reduction(grads, is_sync, self._channels, self.memory.scratch)
                 for state, grads in zip(states, taken, strict=True)
             ]
@@ -129,8 +129,8 @@ class Reductions:
         if self._finish_lane.queues:
             self._finish_oldest()
         else:
-            for journey in journeys:
-                journey.go_to_last()
+            for hop_chain in hop_chains:
+                hop_chain.go_to_last()
 
     def _release_taken(self) -> None:
         """Drop autograd's gradients. Their memory belongs to the compute stream, which waits until they are read."""
@@ -166,7 +166,7 @@ class Reductions:
         # After the copy, which must not wait for these small kernels: they start late while the device is full.
         with self._finish_lane:
             for state in leaving:
-                state.gradient.take_square()
+                state.gradient.compute_sum_of_squares()
         marks = (left, self._finish_lane.mark())
         for state in leaving:
             self.arrived[state] = left

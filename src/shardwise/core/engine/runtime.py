@@ -177,7 +177,7 @@ class Engine:
         if status.num_computing:
             return None
         unit = self.units[index]
-        unit.show_resting()
+        unit.show_user_params()
         if unit.was_written(status.version):
             raise StateError(
                 f"the forward of unit {unit.name!r} changed its own weights (an embedding's max_norm, a mean) on "
@@ -223,7 +223,7 @@ class Engine:
         self._refuse_backward(call)
         if not self._in_backward:
             self._begin_backward()
-        self._come_to(call)
+        self._advance_backward(call)
         self._opened.add(call)
         status.num_computing += 1
         if status.plan.holds_units:
@@ -233,7 +233,7 @@ class Engine:
             return
         self._enter_backward(index, self.gathers.show)
 
-    def _come_to(self, call: ForwardCall | None) -> None:
+    def _advance_backward(self, call: ForwardCall | None) -> None:
         """Bring the backward to `call` (None: to its end). Close the forwards whose backward has run, and run the
         collectives of units that this rank skipped. A unit that holds others comes after those inside it."""
         units = self.schedule.units
@@ -249,7 +249,7 @@ class Engine:
             for status in [self.statuses[index] for index in reversed(passed)]:
                 if status.is_complete:
                     continue
-                if not status.num_computing and not self._may_come(status, call):
+                if not status.num_computing and not self._may_still_reach(status, call):
                     # Take part in the collectives of a unit that this rank does not run; other ranks may run it.
                     if self._is_in_backward[status.index] and not status.plan.holds_units:
                         self._enter_backward(status.index, self.gathers.arrive)
@@ -261,7 +261,7 @@ class Engine:
             if other in self._opened:
                 self._close(other)
 
-    def _may_come(self, status: UnitStatus, call: ForwardCall | None) -> bool:
+    def _may_still_reach(self, status: UnitStatus, call: ForwardCall | None) -> bool:
         """Return True if a backward that is at `call` (None: at its end) may still reach a forward of this unit: one
         that began before `call` ended (`call` may have called the unit) and that this backward has not been through."""
         return call is not None and any(
@@ -320,7 +320,7 @@ class Engine:
         status.num_computing -= 1
         others = [other for other in status.live_forwards() if other.closed_in != self._num_backwards]
         if not status.num_computing and not others:
-            self.units[call.unit].show_resting()
+            self.units[call.unit].show_user_params()
             self._end_unit(status)
 
     def _end_unit(self, status: UnitStatus) -> None:
@@ -348,7 +348,7 @@ class Engine:
     # Phase 5: the end of the backward.
 
     def end_backward(self) -> None:
-        self._come_to(None)
+        self._advance_backward(None)
         self.reductions.start_complete(self.is_sync, all_units=True)
         self.reductions.finish_all()
         self.reductions.refuse_late()
@@ -452,7 +452,7 @@ class Engine:
         self.gathers.settle()
         self.finish_updates()
         for unit in self.units:
-            unit.show_resting()
+            unit.show_user_params()
 
     def finish_updates(self) -> None:
         """Wait for all updates on the host."""

@@ -20,7 +20,7 @@ def cores_for(local_rank: int, num_local_ranks: int) -> tuple[int, ...]:
     The processors that this process may run on are shared. If a launcher has bound every rank to processors of its own,
     call `cores_for(0, 1)`.
     """
-    ordered = near_each_other(os.sched_getaffinity(0), SYSTEM)
+    ordered = sort_by_locality(os.sched_getaffinity(0), SYSTEM)
     return share(ordered, cpu_limit(), local_rank, num_local_ranks)
 
 
@@ -34,7 +34,7 @@ def share(ordered: tuple[int, ...], quota: float | None, local_rank: int, num_lo
     return ordered[begin:end][:allowed]
 
 
-def near_each_other(ids: Iterable[int], system: Path) -> tuple[int, ...]:
+def sort_by_locality(ids: Iterable[int], system: Path) -> tuple[int, ...]:
     """The processors sorted by NUMA node, then by core."""
     nodes = {
         processor: int(folder.name.removeprefix("node"))

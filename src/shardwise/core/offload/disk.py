@@ -24,7 +24,7 @@ from tempfile import TemporaryFile
 from torch import Tensor
 
 from ...base.errors import NoRoomError, PlaceError, StoreError
-from ...base.files import ALIGNMENT, go_direct, is_direct
+from ...base.files import ALIGNMENT, enable_direct_io, is_direct
 from ...base.intervals import round_up
 from ..native.checked_io import CHECK_BYTES, checked_io
 
@@ -299,7 +299,7 @@ def reserve(folder: Path, num_bytes: int) -> int:
             if num_bytes:
                 # If the file system cannot do it, the C library writes single bytes, which O_DIRECT would refuse.
                 os.posix_fallocate(file.fileno(), 0, num_bytes)
-            go_direct(file.fileno())
+            enable_direct_io(file.fileno())
             return os.dup(file.fileno())
     except OSError as error:
         if error.errno in _FIXES:

@@ -31,7 +31,7 @@ def global_norm(
         if gradient.stage != "final":
             continue
         part = gradient.square if norm_type == 2.0 else None
-        part = (_power_of(gradient.final_at_hand, norm_type) if part is None else part).to(device)
+        part = (_power_of(gradient.final_for_optimizer, norm_type) if part is None else part).to(device)
         axes = _split_over(state)
         parts[axes] = _joined(parts[axes], part, norm_type) if axes in parts else part
     total = torch.zeros((), dtype=torch.float64, device=device)
@@ -49,7 +49,7 @@ def norms_by_param(
     for state in (state for state in states if state.gradient.stage == "final"):
         gradient, own = state.gradient, parts.setdefault(_split_over(state), [])
         for index, (spec, used) in enumerate(zip(state.flat.params, gradient.used, strict=True)):
-            held = gradient.final_at_hand[state.held.get(index, slice(0, 0))]
+            held = gradient.final_for_optimizer[state.held.get(index, slice(0, 0))]
             own.append((spec.name, used, _power_of(held, norm_type).to(device) if held.numel() else nothing))
     found: dict[str, float] = {}
     for axes in sorted(parts):

@@ -39,7 +39,7 @@ def optimizer_of_each(optimizers: Sequence[torch.optim.Optimizer], names: Mappin
     return found
 
 
-def names_of_joining(
+def check_new_params(
     optimizer: torch.optim.Optimizer, params: list[Tensor], own: list[FlatState], others: list[FlatState]
 ) -> tuple[list[str], str]:
     """Return names of parameters that the user adds to the groups, and why they cannot be added (empty: they can)."""

@@ -191,7 +191,7 @@ class FlatUpdate:
             return
         assert offloaded is not None
         windows, compute = offloaded.memory.windows, self.state.flat.compute
-        grads = self.state.gradient.final_at_hand
+        grads = self.state.gradient.final_for_optimizer
         for number, chunk in enumerate(rows.chunks):
             window = rows.take(number, self.moves)
             rows.ask(number + 1)

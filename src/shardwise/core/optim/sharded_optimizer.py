@@ -16,7 +16,7 @@ from ..unit.carrier import Channels
 from ..unit.state import FlatState, OnDisk
 from ..wire.collectives import exchange
 from .clip import LossScaler, global_norm, require_limit, require_norm_type
-from .groups import Part, UserState, cut_into_parts, has_hooks, names_of_joining, plain, plain_settings, shard_groups
+from .groups import Part, UserState, check_new_params, cut_into_parts, has_hooks, plain, plain_settings, shard_groups
 from .host_updates import FlatUpdate, HostUpdates, rows_of
 from .probe import KNOWN_PACKAGES, refuse_unless_elementwise
 
@@ -167,7 +167,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._stepper.await_gradients()
         self._await_host(final)
         for state in final:
-            state.gradient.final_at_hand.clamp_(-limit, limit)
+            state.gradient.final_for_optimizer.clamp_(-limit, limit)
             state.gradient.square = None
 
     def scale_grads(self, factor: float | Tensor) -> None:
@@ -374,7 +374,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         own, groups = self._states, self.inner.param_groups
         params, num_groups = param_group["params"], len(groups)
         params = [params] if isinstance(params, Tensor) else list(params)
-        names, complaint = names_of_joining(self.inner, params, own, self._stepper.all_states)
+        names, complaint = check_new_params(self.inner, params, own, self._stepper.all_states)
         if not complaint:
             try:
                 type(self.inner).add_param_group(self.inner, {**param_group, "params": params})

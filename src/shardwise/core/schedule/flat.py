@@ -131,8 +131,8 @@ class Flat:
         # The place of the copy at rest, which is `params_on`, or None. There is one if the master is split further, is
         # in another place, lies on disk among the moments, or is off the device and not in the compute dtype.
         is_other = self.depth_of_params < self.depth_of_master or self.master_on != place
-        is_unfit = (place == "disk" and self.trainable) or (place != "device" and not is_compute)
-        self.rest_on: Place | None = place if self.depth_of_params and (is_other or is_unfit) else None
+        needs_compute_copy = (place == "disk" and self.trainable) or (place != "device" and not is_compute)
+        self.rest_on: Place | None = place if self.depth_of_params and (is_other or needs_compute_copy) else None
         # The copy at rest has exactly the elements that this rank updates.
         self.rest_is_own = self.rest_on is not None and self.depth_of_params == self.depth_of_master
         # The copy at rest stays encoded, as it arrived.

@@ -49,7 +49,7 @@ def state_bytes(flats: Iterable[Flat], num_moments: float = 2) -> StateBytes:
     dtype; moments in fewer bits count as fractions."""
     flats = list(flats)
     states = [device_state(flat, num_moments) for flat in flats]
-    grads = resting_grads(flats) + kept_losses(flats)
+    grads = resting_grads(flats) + saved_error_bytes(flats)
     return StateBytes(sum(params for params, _ in states), grads, sum(optimizer for _, optimizer in states))
 
 
@@ -71,7 +71,7 @@ def resting_grads(flats: Iterable[Flat]) -> int:
     return sum(flat.num_grads * flat.reduce.itemsize for flat in flats if flat.trainable and not flat.grads_on_host)
 
 
-def kept_losses(flats: Iterable[Flat]) -> int:
+def saved_error_bytes(flats: Iterable[Flat]) -> int:
     """Bytes of the saved encoding errors of gradients. They are on the device from the first reduction on."""
     return sum(flat.num_lost * LOST.itemsize for flat in flats)
 

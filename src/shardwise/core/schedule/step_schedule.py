@@ -29,7 +29,7 @@ NUM_REDUCTIONS = 2
 # The number of gathers of encoded parameters in flight at a time.
 NUM_ROW_SLOTS = 2
 # The number of units that have gradients on the device at once if these are offloaded: written, reduced, copied.
-NUM_LEAVING = 3
+NUM_OFFLOADED_GRADS = 3
 # The optimizer updates masters in parts of at least PART_ELEMS: for fewer elements the launch of the update takes
 # longer than the update. Norms are computed over pieces of NORM_ELEMS.
 PART_ELEMS = 32 << 20

@@ -207,7 +207,7 @@ class Gradient:
         `is_sync`: this is the last micro-batch. `scratch` gives memory for sums of earlier micro-batches that are
         copied back from the host. The caller keeps `taken` alive until it has been copied.
         """
-        flat, carrier, journey, buffer, rows = self.flat, self.carrier, HopChain(), self._buffer, self._rows
+        flat, carrier, hop_chain, buffer, rows = self.flat, self.carrier, HopChain(), self._buffer, self._rows
         assert buffer is not None
         assert self.grads is not None
         self._close(taken)
@@ -217,20 +217,20 @@ class Gradient:
             is_single = len(hops) == 1 and channels[hops[0].axis].num_ranks > 1
             # Nothing to add to: the collective writes the sum directly to `grads`.
             out = self.grads if is_first and is_single and not flat.grads_on_host else None
-            journey.go(carrier.steps(buffer, 0, hops, channels, rows, out))
-            journey.begin()
+            hop_chain.go(carrier.steps(buffer, 0, hops, channels, rows, out))
+            hop_chain.begin()
             if out is None:
-                journey.do(partial(self._add_to_rest, buffer[self._in_whole], is_first, scratch))
+                hop_chain.do(partial(self._add_to_grads, buffer[self._in_whole], is_first, scratch))
         part = buffer[self._in_whole] if flat.grads_on_host else self.grads
         if is_sync:
-            journey.go(carrier.steps(part, flat.depth_of_grads, flat.sync_hops, channels, rows))
+            hop_chain.go(carrier.steps(part, flat.depth_of_grads, flat.sync_hops, channels, rows))
         if not hops:
             # Whole gradients: the first hop of the sync is the reduction itself.
-            journey.begin()
-        self._in_flight = (journey, part, is_sync)
-        return journey
+            hop_chain.begin()
+        self._in_flight = (hop_chain, part, is_sync)
+        return hop_chain
 
-    def _add_to_rest(self, part: Tensor, is_first: bool, scratch: Callable[[int], Tensor]) -> None:
+    def _add_to_grads(self, part: Tensor, is_first: bool, scratch: Callable[[int], Tensor]) -> None:
         """Add `part`, summed over ranks, to earlier micro-batches. Sums on the host are copied to the device first."""
         assert self.grads is not None
         if self.flat.grads_on_host:
@@ -246,8 +246,8 @@ class Gradient:
     def finish_reduction(self) -> None:
         """Wait for the collectives. After the last micro-batch, the gradient is final."""
         assert self._in_flight is not None
-        (journey, part, is_sync), self._in_flight = self._in_flight, None
-        journey.finish()
+        (hop_chain, part, is_sync), self._in_flight = self._in_flight, None
+        hop_chain.finish()
         if is_sync:
             self._become_final(part)
         elif self.flat.grads_on_host:
@@ -269,7 +269,7 @@ class Gradient:
         self.scale.apply(final)
         self.stage = "final"
         if self.flat.host_updates:
-            self.leaving = (self.final_at_hand, final)
+            self.leaving = (self.final_for_optimizer, final)
 
     def _make_local(self) -> None:
         """Turn a final gradient back into a partial sum, so that the next sync returns it plus the new gradients."""
@@ -277,7 +277,7 @@ class Gradient:
         sizes = dict(zip(flat.layout.chain, flat.axis_sizes, strict=True))
         num_summed = prod(sizes[hop.axis] for hop in flat.sync_hops)
         num_copies = prod(sizes[hop.axis] for hop in flat.sync_hops if hop.kind == "all_reduce")
-        final = self.final_at_hand.clone()
+        final = self.final_for_optimizer.clone()
         grads.zero_()
         self.final.copy_(final).mul_(1.0 / num_copies)
         self.final.mul_(float(num_summed) if scale.wire_averages else 1.0 / scale.after)
@@ -288,7 +288,7 @@ class Gradient:
     def set_final(self, part: Tensor, used: Sequence[bool]) -> None:
         """Set the final gradient from outside. No update may be reading the old one."""
         self.fetch()
-        self.final_at_hand.copy_(part)
+        self.final_for_optimizer.copy_(part)
         self.square = self.clipped_by = None
         self.used = list(used)
         self.stage = "final"
@@ -296,11 +296,11 @@ class Gradient:
     # To the host.
 
     def leave(self) -> None:
-        """Start the copy of the gradient to the host, if one is due; call `take_square` next."""
+        """Start the copy of the gradient to the host, if one is due; call `compute_sum_of_squares` next."""
         if self.leaving is not None:
             self.carrier.copy(*self.leaving)
 
-    def take_square(self) -> None:
+    def compute_sum_of_squares(self) -> None:
         """Compute the sum of squares of a final gradient, while its copy to the host is in flight."""
         if self.leaving is not None and self.stage == "final":
             self.square = sum_of_squares(self.leaving[1])
@@ -312,7 +312,7 @@ class Gradient:
         self.square = self.clipped_by = None
         if is_zero and self.grads is not None:
             self.fetch().zero_()
-            self.final_at_hand.zero_()
+            self.final_for_optimizer.zero_()
         elif gives_back:
             self.give_back()
         self.stage = "final" if is_zero else "empty"
@@ -321,13 +321,13 @@ class Gradient:
     # The optimizer reads.
 
     @property
-    def final_at_hand(self) -> Tensor:
+    def final_for_optimizer(self) -> Tensor:
         """The final gradient where the optimizer reads it."""
         return self.final if self._on_host is None or self.flat.grads_on_host else self._on_host
 
     def final_by_param(self) -> dict[int, Tensor]:
         """The gradients that the optimizer reads, in the master's dtype, each shaped like the resting parameter."""
-        final = self.final_at_hand
+        final = self.final_for_optimizer
         if self.flat.reduce == self.flat.master and final is self.final:
             return self._final_views
         return self._views_of(final.to(self.flat.master.torch))
@@ -341,5 +341,5 @@ class Gradient:
     def apply_clip(self) -> None:
         """Multiply a gradient on the host by its clipping factor. No update may be reading it."""
         if self.clipped_by is not None:
-            self.final_at_hand.mul_(self.clipped_by.to(self.final_at_hand.device))
+            self.final_for_optimizer.mul_(self.clipped_by.to(self.final_for_optimizer.device))
             self.square = self.clipped_by = None

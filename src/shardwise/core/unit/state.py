@@ -175,7 +175,7 @@ class FlatState:
         `staged` holds the bytes that were read from disk. If the flat is sent encoded, `rows` is memory for the encoded
         bytes. They are encoded once for all hops. Every rank computes with decoded values, also for its own part.
         """
-        flat, carrier, journey, route = self.flat, self.carrier, HopChain(), self.flat.route(is_stale)
+        flat, carrier, hop_chain, route = self.flat, self.carrier, HopChain(), self.flat.route(is_stale)
         at_rest, codec = self.whole[self._rest_in_whole], None if rows is None else flat.params_codec
         if rows is not None:
             rows = rows.view(-1, flat.row_bytes)
@@ -183,20 +183,20 @@ class FlatState:
         self._copy_all(route.before, staged, at_rest)
         if rows is not None and codec is not None and (is_stale or not flat.copy_is_encoded):
             encode(codec, self._own_part, rows[self._own.start // flat.num_master :][:1], carrier.next_seed())
-            journey.go(carrier.row_steps(rows, flat.refresh_hops, channels))
+            hop_chain.go(carrier.row_steps(rows, flat.refresh_hops, channels))
         elif rows is None and is_stale:
             depth = flat.depth_of_params if route.refreshed == "rest" else 0
             refreshed = self._buffer("rest", staged, at_rest) if route.refreshed == "rest" else self.whole
-            journey.go(carrier.steps(refreshed, depth, flat.refresh_hops, channels))
+            hop_chain.go(carrier.steps(refreshed, depth, flat.refresh_hops, channels))
         if route.after:
-            journey.do(partial(self._copy_all, route.after, staged, at_rest))
+            hop_chain.do(partial(self._copy_all, route.after, staged, at_rest))
         if rows is not None and codec is not None:
-            journey.go(carrier.row_steps(rows, flat.gather_hops, channels))
-            journey.do(partial(decode, codec, rows, self.whole))
+            hop_chain.go(carrier.row_steps(rows, flat.gather_hops, channels))
+            hop_chain.do(partial(decode, codec, rows, self.whole))
         else:
-            journey.go(carrier.steps(self.whole, 0, flat.gather_hops, channels))
-        journey.begin()
-        return journey
+            hop_chain.go(carrier.steps(self.whole, 0, flat.gather_hops, channels))
+        hop_chain.begin()
+        return hop_chain
 
     def _copy_all(self, copies: Sequence[Copy], staged: Tensor | None, at_rest: Tensor) -> None:
         for target, source in copies:
@@ -251,7 +251,7 @@ class Unit:
             if registered[attribute] is user:
                 registered[attribute] = compute
 
-    def show_resting(self) -> None:
+    def show_user_params(self) -> None:
         for registered, attribute, compute, user in self._sites:
             if registered[attribute] is compute:
                 registered[attribute] = user

@@ -54,7 +54,7 @@ class Place:
         return flat.num_master == flat.num_elems and flat.master_on == "device"
 
     @property
-    def whereabouts(self) -> str:
+    def location_text(self) -> str:
         on = {"device": "split over the ranks", "disk": "offloaded to disk"}
         return f"is {on.get(self.state.flat.master_on, 'offloaded to host memory')}"
 
@@ -119,7 +119,7 @@ class ShardTensor(Tensor):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         if name.removeprefix("_foreach_").strip("_") not in _ELEMENTWISE:
-            refuse(place.name, f"{place.whereabouts}, and {name} needs all of it")
+            refuse(place.name, f"{place.location_text}, and {name} needs all of it")
         return _run_in_parts(func, args, kwargs, place)
 
 
@@ -297,9 +297,9 @@ def _stand_in(param: Any, wants_grad: bool, what: str) -> Tensor:
         interval = place.state.flat.intervals[place.index]
         return place.state.master[interval.start : interval.stop].view(place.shape).detach()
     if wants_grad and param.requires_grad:
-        refuse(place.name, f"{place.whereabouts}, and {what} outside the forward of its unit has no gradient")
+        refuse(place.name, f"{place.location_text}, and {what} outside the forward of its unit has no gradient")
     if isinstance(place.state.master, OnDisk):
-        refuse(place.name, place.whereabouts)
+        refuse(place.name, place.location_text)
     if lender is not None:
         lender.await_update_of(place.state)
     return _as_part(place.resting.detach().view(-1), place, is_master=True)

@@ -26,19 +26,19 @@ LOSS_GRAD_BYTES = {"chunked": 8, "fused": 4, "plain": 0}
 # Memory traffic of norm and clipping, relative to a gradient in fp32. The norm reads 4 bytes, writes 8 (a copy in fp64)
 # and reads 8: 5 passes. Clipping reads and writes the gradient: 2 more. Offloaded gradients are clipped by the host.
 NORM_PASSES = 7
-NORM_PASSES_OF_LEAVING = 5
+NORM_PASSES_OF_OFFLOADED = 5
 
 
 @dataclass(frozen=True, slots=True)
 class UnitSeconds:
     """Seconds of a unit: forward and backward of one micro-batch, its part of the gradients' norm, its update, and the
-    cast before its gather. `norm_of_leaving`: the norm of gradients that go to the host, computed during the backward.
+    cast before its gather. `norm_of_offloaded`: the norm of gradients that go to the host, computed in the backward.
     `*_kernels`: numbers of kernels that the host queues, in units of an ordinary one's host time."""
 
     forward: float = 0.0
     backward: float = 0.0
     norm: float = 0.0
-    norm_of_leaving: float = 0.0
+    norm_of_offloaded: float = 0.0
     update: float = 0.0
     cast: float = 0.0
     forward_kernels: float = 0.0
@@ -97,7 +97,7 @@ def _with_update(each: UnitSeconds, unit: UnitPlan, speed: Speed, num_moments: f
     return replace(
         each,
         norm=NORM_PASSES * grad_bytes / speed.memory,
-        norm_of_leaving=NORM_PASSES_OF_LEAVING * offloaded_bytes / speed.memory,
+        norm_of_offloaded=NORM_PASSES_OF_OFFLOADED * offloaded_bytes / speed.memory,
         update=update_bytes / speed.memory,
         cast=cast_bytes / speed.memory,
     )

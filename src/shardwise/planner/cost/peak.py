@@ -138,18 +138,18 @@ class _Walk(MemoryWalk):
         super().__init__()
         self.schedule, self.works = schedule, works
         self.units = {unit.name: unit for unit in schedule.units}
-        self.comes_and_goes: set[str] = set()  # units with gathered memory of their own, which is freed after use
+        self.frees_after_backward: set[str] = set()  # units with gathered memory of their own, which is freed after use
         self.writes_directly: set[str] = set()  # units with direct gradients (core/engine/direct_gradients.py)
         for unit, slot in zip(schedule.units, schedule.slot_of, strict=True):
             for flat in unit.flats:
                 params, optimizer = state_bytes.device_state(flat, training.num_moments)
                 self.held[PARAMS] += params
                 self.held[OPTIMIZER] += optimizer
-            self.held[GRADS] += state_bytes.kept_losses(unit.flats)
+            self.held[GRADS] += state_bytes.saved_error_bytes(unit.flats)
             if slot is None and unit.layout.gathered_until == "forward":
                 self.held[GATHERED] += unit.gathered_bytes
             if slot is None and unit.gives_back:
-                self.comes_and_goes.add(unit.name)
+                self.frees_after_backward.add(unit.name)
             # Layers that write gradients directly need the memory for them before their backward, others after it.
             # Blocks write directly. So does a head, unless the loss computes the head's gradients itself.
             work = works[unit.name]
@@ -172,7 +172,7 @@ class _Walk(MemoryWalk):
         self.in_backward = False
 
     def gather(self, name: str) -> None:
-        if name in self.comes_and_goes and name not in self.is_gathered:
+        if name in self.frees_after_backward and name not in self.is_gathered:
             self.is_gathered.add(name)
             self.held[GATHERED] += self.units[name].gathered_bytes
 
@@ -237,7 +237,7 @@ class _Walk(MemoryWalk):
         for_host = [flat for flat in unit.flats if flat.host_updates]
         if for_host and is_last:
             self.leaving.append(state_bytes.resting_grads(for_host))
-            if len(self.leaving) > step_schedule.NUM_LEAVING:
+            if len(self.leaving) > step_schedule.NUM_OFFLOADED_GRADS:
                 self.held[GRADS] -= self.leaving.popleft()
             # The norm of offloaded gradients is computed piece by piece, in scratch memory.
             needed = 8 * min(max(flat.num_master for flat in for_host), step_schedule.NORM_ELEMS)

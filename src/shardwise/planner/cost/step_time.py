@@ -16,7 +16,7 @@ from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from ...core.schedule.step_schedule import NUM_LEAVING, NUM_REDUCTIONS, Schedule
+from ...core.schedule.step_schedule import NUM_OFFLOADED_GRADS, NUM_REDUCTIONS, Schedule
 from ...core.wire.ledger import Call
 from ..events import Event, Move
 from ..hardware.cluster import Cluster
@@ -225,7 +225,7 @@ class StepSimulator(Lanes):
         self._reductions: dict[str, Op | None] = {}
         self._arrivals: dict[str, Op | None] = {}
         self._slots: deque[Op | None] = deque([None] * NUM_REDUCTIONS, NUM_REDUCTIONS)
-        self._leaving_grads: deque[Op | None] = deque([None] * NUM_LEAVING, NUM_LEAVING)
+        self._leaving_grads: deque[Op | None] = deque([None] * NUM_OFFLOADED_GRADS, NUM_OFFLOADED_GRADS)
         # Copies of activations, by verb and unit: "stow" (to the host; the last ones are in `_offloads`) and "fetch".
         self._copies: dict[tuple[str, str], Op] = {}
         self._offloads: deque[Op | None] = deque([None] * NUM_ON_DEVICE, NUM_ON_DEVICE)
@@ -314,7 +314,7 @@ class StepSimulator(Lanes):
             self._slots.append(last)
         if is_last:
             self._leaving_grads.append(last if event.unit in self._has_leaving_grads else None)
-            self._extra_s += self._seconds[event.unit].norm_of_leaving
+            self._extra_s += self._seconds[event.unit].norm_of_offloaded
         self._reductions[event.unit], self._arrivals[event.unit] = reduced, last
 
     def _exchange(self, event: Event) -> None:

@@ -99,7 +99,7 @@ class ModelShape:
         return _parts(self).num_elems
 
     @cached_property
-    def num_multiplying(self) -> int:
+    def num_matmul_params(self) -> int:
         """Parameters that a token is multiplied by: no embeddings, except a tied head; only the active experts."""
         looked_up = (0 if self.tied else self.vocab * self.hidden) + self.num_positions * self.hidden
         num_idle = self.num_experts - self.num_active_experts

@@ -151,7 +151,7 @@ def _works(shape: ModelShape, training: Training) -> tuple[tuple[str, Work], ...
         # Positions are the same for all sequences.
         works[positions] = _embedding(shape, replace(training, micro_batch=1), shape.num_positions)
     for index, name in enumerate(block_names):
-        works |= shared_out(other_block if index else first_block, name, units)
+        works |= assign_to_units(other_block if index else first_block, name, units)
     if not block_names:
         works[ROOT] = chain([works[ROOT], first_block, *[other_block] * (shape.layers - 1)])
     # Blocks may be compiled; the model around them is not.
@@ -190,7 +190,7 @@ def _embedding(shape: ModelShape, training: Training, num_rows: int) -> Work:
     return replace(work, moved_bytes=float(2 * work.output_bytes))
 
 
-def shared_out(work: Work, block: str, units: Sequence[UnitSpec]) -> dict[str, Work]:
+def assign_to_units(work: Work, block: str, units: Sequence[UnitSpec]) -> dict[str, Work]:
     """Assign a block's work to its units. If a block has several units, the largest one gets all work, and the others
     only pass tensors on. Checkpointing, too, is for the block as a whole."""
     num_elems = {unit.name: sum(param.num_elems for param in unit.params)

@@ -26,7 +26,7 @@ from ...core.saved_tensors import keep, kept
 from ...core.schedule.model import ROOT
 from ...core.schedule.units import Units, find_units
 from ..training import Loss
-from .activations import LOSS, Head, shared_out
+from .activations import LOSS, Head, assign_to_units
 from .tape import Habits, measure
 from .work import AttentionShape, Meter, Product, Work, chain, embedding_scratch_bytes, rounded
 
@@ -373,7 +373,7 @@ def probe_works(
     works: dict[str, Work] = {}
     for name, each in groups.items():
         work = chain(each, input_bytes if name in (head, LOSS) else 0)
-        works |= shared_out(work, name, found) if name in cut else {name: work}
+        works |= assign_to_units(work, name, found) if name in cut else {name: work}
     return works
 
 

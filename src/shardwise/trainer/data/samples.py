@@ -40,7 +40,7 @@ class Batch:
         """The batch in pinned memory, from which a GPU copies asynchronously."""
         return self._each(Tensor.pin_memory)
 
-    def with_targets_of(self, num_samples: int) -> "Batch":
+    def with_first_targets(self, num_samples: int) -> "Batch":
         """The batch with targets in its first `num_samples` samples only."""
         targets = self.targets.clone()
         targets[num_samples:] = NOT_TRAINED

@@ -31,12 +31,12 @@ class Built:
     num_params: int
     num_trainable: int
     isolates_documents: bool  # loss_sum accepts positions, which isolate the documents of a row
-    num_multiplying: int  # parameters in matrix products per token; a frozen one counts two thirds
+    num_matmul_params: int  # parameters in matrix products per token; a frozen one counts two thirds
     layers: int
     attention_width: int
 
     def flops_per_token(self, seq: int) -> float:
-        return flops_per_token(self.num_multiplying, self.layers, self.attention_width, seq)
+        return flops_per_token(self.num_matmul_params, self.layers, self.attention_width, seq)
 
 
 def build(
@@ -84,7 +84,7 @@ def build(
     set_path(model, path)
     params = dict(model.named_parameters())
     # A frozen weight takes part in two matrix products instead of three: forward, and gradient of the input.
-    num_multiplying = sum(
+    num_matmul_params = sum(
         param.numel() * (1.0 if param.requires_grad else 2 / 3) * (active if ".experts." in name else 1.0)
         for name, param in params.items()
     )
@@ -95,7 +95,7 @@ def build(
         num_params=sum(param.numel() for param in params.values()),
         num_trainable=sum(param.numel() for param in params.values() if param.requires_grad),
         isolates_documents=path.isolates,
-        num_multiplying=round(num_multiplying - num_lookup_elems * (1.0 if adapters is None else 2 / 3)),
+        num_matmul_params=round(num_matmul_params - num_lookup_elems * (1.0 if adapters is None else 2 / 3)),
         layers=layers,
         attention_width=width,
     )

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.core.native.cores import cores_for, listed, near_each_other, share
+from shardwise.core.native.cores import cores_for, listed, share, sort_by_locality
 
 
 @pytest.mark.parametrize("num_cores", [1, 2, 7, 64])
@@ -47,7 +47,7 @@ def test_nodes_stay_together_and_so_do_the_threads_of_a_core(tmp_path: Path) -> 
     """Two sockets of two cores of two threads, numbered as Linux does: 4-7 are the second threads of 0-3."""
     siblings = {processor: f"{processor % 4},{processor % 4 + 4}" for processor in range(8)}
     system = machine(tmp_path, {0: "0-1,4-5", 1: "2-3,6-7"}, siblings)
-    ordered = near_each_other(range(8), system)
+    ordered = sort_by_locality(range(8), system)
     assert ordered == (0, 4, 1, 5, 2, 6, 3, 7)
     assert share(ordered, None, 1, 2) == (2, 6, 3, 7)
     assert [share(ordered, None, rank, 4) for rank in range(4)] == [(0, 4), (1, 5), (2, 6), (3, 7)]
@@ -55,11 +55,11 @@ def test_nodes_stay_together_and_so_do_the_threads_of_a_core(tmp_path: Path) -> 
 
 def test_nodes_that_interleave(tmp_path: Path) -> None:
     system = machine(tmp_path, {0: "0,2,4,6", 1: "1,3,5,7"}, {})
-    assert near_each_other({1, 2, 3, 4}, system) == (2, 4, 1, 3)
+    assert sort_by_locality({1, 2, 3, 4}, system) == (2, 4, 1, 3)
 
 
 def test_a_machine_that_shows_nothing(tmp_path: Path) -> None:
-    assert near_each_other({5, 3, 9}, tmp_path / "missing") == (3, 5, 9)
+    assert sort_by_locality({5, 3, 9}, tmp_path / "missing") == (3, 5, 9)
 
 
 def test_lists_of_the_kernel() -> None:
