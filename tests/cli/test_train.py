@@ -53,7 +53,7 @@ def test_one_command_trains_saves_samples_and_sums_up(tmp_path: Path) -> None:
     assert (code, err) == (0, "")
     told = " ".join(out.split())  # lines are as wide as the terminal
     for words in ("auto -> ", " on 2 ranks", "planned peak", "16 samples = 2 ranks x 1 micro-batch x 8", "step 20/20",
-                  "perplexity", "unigram entropy", "planned", "seen", "| The "):  # fmt: skip
+                  "perplexity", "unigram entropy", "predicted", "measured", "| The "):  # fmt: skip
         assert words in told
     folder = tmp_path / "run"
     assert {path.name for path in folder.iterdir()} >= {

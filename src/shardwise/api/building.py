@@ -38,14 +38,14 @@ def build_units(
         by_name = {site.name: original for site, original in zip(sites, originals, strict=True)}
         meta.fill(unit_spec)
         for state in states:
+            values: dict[int, Any] = {}
             for position, spec in enumerate(state.flat.params):
                 original, site = by_name[spec.name], spec.sites[0]
-                value: Any = modules[site.module]._parameters[site.attribute]
-                state.write(position, value)
+                values[position] = modules[site.module]._parameters[site.attribute]
                 state.compute_params[position].__dict__.update(original.__dict__)
                 state.user_params.append(original)
                 places.append((original, Place(state, position)))
-            state.publish()
+            state.write(values)
         # Put the meta parameters back: the initialisation of other units must not write to this unit's parameters.
         for site, original in zip(sites, originals, strict=True):
             modules[site.module]._parameters[site.attribute] = original

@@ -178,9 +178,7 @@ def load_full_state_dict(model: nn.Module, state_dict: Mapping[str, Tensor] | No
     for state in engine.all_states:
         given = [(index, names[spec]) for index, spec in enumerate(state.flat.params) if names[spec] in tensors]
         if all(givers):
-            for index, name in given:
-                state.write(index, tensors[name])
-            state.publish()
+            state.write({index: tensors[name] for index, name in given})
             continue
         buffer = _gather(engine, state, state.read_master(), state.flat.master)
         places = [place for _, place in _places(state, buffer)]

@@ -130,11 +130,17 @@ class FlatState:
         fill(row)
         self._rows.set_part(MASTER, where, row)
 
-    def write(self, index: int, value: Tensor) -> None:
-        """Set this rank's part of one parameter from its whole value; call `publish` once all are set."""
-        if index in self.held:
-            part = self.part_of(index, value)
-            self.fill_master(self.held[index], lambda row: row.copy_(part))
+    def write(self, values: Mapping[int, Tensor]) -> None:
+        """Set this rank's parts of parameters from their whole values, and renew the copies of the master.
+
+        A master on disk is written at once: parts that begin inside a block would need memory for the blocks.
+        """
+        master = self.read_master()
+        for index in values.keys() & self.held.keys():
+            master[self.held[index]].copy_(self.part_of(index, values[index]))
+        if self._rows is not None and self._rows.on_disk:
+            self._rows.set_part(MASTER, slice(0, self.flat.num_master), master)
+        self.publish(master=master)
 
     def slice_of(self, index: int) -> slice:
         """The place of this rank's part in the flattened parameter."""
@@ -145,14 +151,16 @@ class FlatState:
         """This rank's part, flattened, of a whole tensor that is shaped like a parameter."""
         return value.detach().reshape(-1)[self.slice_of(index)]
 
-    def publish(self, moves: Moves | None = None) -> None:
-        """Renew the copies on the host or on disk after the master has changed. `moves` counts the bytes."""
+    def publish(self, moves: Moves | None = None, master: Tensor | None = None) -> None:
+        """Renew the copies on the host or on disk after the master has changed. `moves` counts the bytes; `master` is
+        its content, if the caller has it."""
         if self.offloaded is None:
             return
         if self.offloaded.updated is not None:
-            self.offloaded.updated.copy_(self.read_master())
+            self.offloaded.updated.copy_(self.read_master() if master is None else master)
         if self.offloaded.writes_weights:
-            weights = temporary_zeros(self.flat.num_master, self.flat.compute.torch).copy_(self.read_master())
+            weights = temporary_zeros(self.flat.num_master, self.flat.compute.torch)
+            weights.copy_(self.read_master() if master is None else master)
             self.offloaded.start_writing(weights, 0, moves or Moves()).wait()
 
     def take_gradients(self) -> list[Tensor | None]:
