@@ -1,4 +1,4 @@
-// Kernels that occupy the wires of the emulated fabric; compiled with NVRTC when a fabric starts.
+// Kernels of the emulated fabric; compiled with NVRTC when a fabric starts.
 typedef unsigned long long u64;
 
 __device__ __forceinline__ u64 now_ns() {
@@ -12,23 +12,28 @@ __device__ __forceinline__ void spin_until(u64 instant) {
 }
 
 struct Cells {
-    u64 lock, cursor, free_ns[2], busy_ns[2];
+    u64 lock, free_ns[2], busy_ns[2];
     double moved[2];
 };
 
 struct Span {
-    u64 begin, done, cursor;
+    u64 begin, done;
 };
 
-__device__ Span take(Cells* shared, u64 intra_ns, u64 inter_ns, double intra_bytes, double inter_bytes, u64 words) {
+// Takes the wires for one transfer. Waits until its data begins to arrive, or, if nothing is copied, until its end.
+extern "C" __global__ void occupy(
+    Cells* shared, u64 intra_ns, u64 inter_ns, double intra_bytes, double inter_bytes, u64 latency_ns, u64 has_copies,
+    Span* out
+) {
     volatile Cells* cells = shared;
     u64 ns[2] = {intra_ns, inter_ns};
     double bytes[2] = {intra_bytes, inter_bytes};
     while (atomicCAS(&shared->lock, 0ull, 1ull) != 0ull) __nanosleep(20);
     __threadfence();
     u64 now = now_ns();
-    Span span = {now, now, cells->cursor};
+    Span span = {now, now};
     for (int wire = 0; wire < 2; ++wire) {
+        cells->moved[wire] += bytes[wire];
         if (ns[wire] == 0) continue;
         u64 begin = cells->free_ns[wire] > now ? cells->free_ns[wire] : now;
         u64 done = begin + ns[wire];
@@ -36,46 +41,45 @@ __device__ Span take(Cells* shared, u64 intra_ns, u64 inter_ns, double intra_byt
         cells->busy_ns[wire] += ns[wire];
         if (done > span.done) { span.begin = begin; span.done = done; }
     }
-    for (int wire = 0; wire < 2; ++wire) cells->moved[wire] += bytes[wire];
-    cells->cursor += words;
     __threadfence();
     atomicExch(&shared->lock, 0ull);
-    return span;
+    *out = span;
+    spin_until(has_copies ? span.begin : span.done + latency_ns);
 }
 
-extern "C" __global__ void occupy(
-    Cells* cells, u64 intra_ns, u64 inter_ns, double intra_bytes, double inter_bytes, u64 latency_ns
+__device__ __forceinline__ uint4 load(const uint4* from) {
+    uint4 word;  // volatile: what a reduction would send is read, although nothing here uses it
+    asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(word.x), "=r"(word.y), "=r"(word.z), "=r"(word.w) : "l"(from));
+    return word;
+}
+
+// Moves `words` of the `total` words of a transfer; `before` of them were moved by earlier kernels. Word i is read from
+// source[i], or source[i % part] if `part` is not 0, and written to target[i - first] if first <= i < last and it is not
+// one of those that are there already (from `skip` to `skip_end`). A chunk is not touched before its share of the span
+// has passed. Eight words of a thread are in flight at once.
+extern "C" __global__ void carry(
+    const Span* in, u64 total, u64 before, u64 words, u64 part, u64 first, u64 last, u64 skip, u64 skip_end,
+    u64 latency_ns, u64 is_last, const uint4* source, uint4* target
 ) {
-    Span span = take(cells, intra_ns, inter_ns, intra_bytes, inter_bytes, 0);
-    spin_until(span.done + latency_ns);
-}
-
-extern "C" __global__ void begin_carrying(
-    Cells* cells, u64 intra_ns, u64 inter_ns, double intra_bytes, double inter_bytes, u64 words, Span* out
-) {
-    *out = take(cells, intra_ns, inter_ns, intra_bytes, inter_bytes, words);
-}
-
-// Chunk i is not touched before its share of the span has passed. Eight words of a thread are in flight at once.
-extern "C" __global__ void carry(const Span* in, uint4* scratch, u64 mask, u64 words, u64 latency_ns) {
     const u64 chunk_words = 8 * 512;
     Span span = *in;
-    uint4* written = scratch + mask + 1;
-    double ns_of_a_word = words ? (double)(span.done - span.begin) / (double)words : 0.0;
-    for (u64 first = blockIdx.x * chunk_words; first < words; first += gridDim.x * chunk_words) {
-        if (threadIdx.x == 0) spin_until(span.begin + (u64)(ns_of_a_word * (double)first));
+    double ns_of_a_word = (double)(span.done - span.begin) / (double)total;
+    for (u64 from = blockIdx.x * chunk_words; from < words; from += gridDim.x * chunk_words) {
+        if (threadIdx.x == 0) spin_until(span.begin + (u64)(ns_of_a_word * (double)(before + from)));
         __syncthreads();
         uint4 held[8];
         #pragma unroll
         for (int i = 0; i < 8; ++i) {
-            u64 word = first + i * 512 + threadIdx.x;
-            if (word < words) held[i] = scratch[(span.cursor + word) & mask];
+            u64 word = from + i * 512 + threadIdx.x;
+            if (word < words) held[i] = load(source + (part ? (unsigned)word % (unsigned)part : word));
         }
         #pragma unroll
         for (int i = 0; i < 8; ++i) {
-            u64 word = first + i * 512 + threadIdx.x;
-            if (word < words) written[(span.cursor + word) & mask] = held[i];
+            u64 word = from + i * 512 + threadIdx.x;
+            bool is_written = word >= first && word < last && (word < skip || word >= skip_end);
+            if (is_written) target[word - first] = held[i];
         }
     }
-    if (threadIdx.x == 0) spin_until(span.done + latency_ns);
+    if (is_last && blockIdx.x == 0 && threadIdx.x == 0) spin_until(span.done + latency_ns);
 }

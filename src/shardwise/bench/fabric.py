@@ -2,24 +2,28 @@
 
 `start(parse("2x8,intra=400GB/s,inter=50GB/s"))` creates the default group of `torch.distributed` with the backend
 below; groups made from it (`new_group`, DeviceMesh) use the same backend, so shardwise, FSDP2 and DDP run unchanged.
-An operation copies this rank's own data where that of other ranks would go, and occupies the rank's wires (its links)
-for the time that `links` computes. The cell of a wire is a number in memory: the time at which the wire is free again.
-A transfer begins at max(now, free), advances the cell by the seconds it needs, and ends one latency later.
+An operation writes this rank's own data where that of other ranks would arrive, reads what it would send, and occupies
+the rank's wires (its links) for the time that `links` computes. The cell of a wire is a number in memory: the time at
+which the wire is free again. A transfer begins at max(now, free), advances the cell by the seconds it needs, and ends
+one latency later.
 
 There are two sets of cells, one per clock. On the host a transfer is a deadline, and a wait sleeps until then. On CUDA
-it is a kernel of one thread that spins on `%globaltimer`, a nanosecond timer that does not depend on the SM clock. One
-lock protects the cells of both wires. A transfer allocates nothing and needs no work of the host while it runs, so a
-CUDA graph can capture it, and replays are counted. benchmarks/README.md says what is modelled and what is not.
+a kernel of one thread waits for the wire on `%globaltimer`, a nanosecond timer that does not depend on the SM clock.
+Then as many thread blocks as the channels of a collective read and write the data at the speed of the wire. One lock
+protects the cells of both wires. A transfer allocates nothing and needs no work of the host while it runs, so a CUDA
+graph can capture it, and replays are counted. benchmarks/README.md says what is modelled and what is not.
 """
 
 import ctypes
 import functools
+import itertools
+import math
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -30,18 +34,18 @@ from ..base.errors import ConfigurationError, StateError
 from ..planner.hardware.links import WIRES, Fabric, Kind, Transfer, Wire, plan_transfer
 
 BACKEND = "emulated"
-# A larger buffer is filled by its first gather only. Smaller ones are filled each time: ranks compare their contents.
-_SMALL_BYTES = 1 << 20
 _SPIN_S = 2e-4  # a sleep ends late by about this much, so the end of a wait is a busy loop
-_SCRATCH_BYTES = 1 << 28  # larger than any cache; copies go through it from begin to end
-_CHUNK_BYTES = 1 << 16
+# A channel of NCCL is one thread block. It moves 20 to 25 GB/s over NVLink, and there are at most 32.
 _GIGABYTES_PER_S_OF_A_BLOCK = 25.0
+_MAX_BLOCKS = 32
 _THREADS_OF_A_BLOCK = 512
 _WORD_BYTES = 16
+_TRIAL_BYTES = 1 << 29  # larger than any cache
 
 
 class Kernel:
-    """A kernel whose arguments are converted to C once, so that a launch is a single call of the CUDA driver."""
+    """A kernel whose arguments are converted to C once, so that a launch is a single call of the CUDA driver. The
+    last arguments may be addresses that are given at each launch."""
 
     def __init__(self, name: str, args: list[Tensor | int | float], num_blocks: int = 1, num_threads: int = 1) -> None:
         self._function = _compiled(name).func
@@ -51,7 +55,9 @@ class Kernel:
         pointers = [ctypes.cast(ctypes.pointer(arg), ctypes.c_void_p) for arg in self._args]
         self._pointers = (ctypes.c_void_p * len(args))(*pointers)
 
-    def launch(self, stream: torch.cuda.Stream) -> None:
+    def launch(self, stream: torch.cuda.Stream, *addresses: int) -> None:
+        for arg, address in zip(self._args[len(self._args) - len(addresses) :], addresses, strict=True):
+            arg.value = address
         handle = ctypes.c_void_p(stream.cuda_stream)
         status = _driver().cuLaunchKernel(self._function, *self._shape, handle, self._pointers, None)
         if status:
@@ -87,13 +93,53 @@ def capture_of(stream: torch.cuda.Stream) -> int:
     return number.value
 
 
+class CopyShape(NamedTuple):
+    """A copy without its addresses.
+
+    gather    The source is written to every part of the target, except where it lies there already.
+    scatter   All parts of the source are read; this rank's part is written to the target, unless it is the target.
+    whole     The source is written to the target. Both may be the same memory.
+    """
+
+    kind: Literal["gather", "scatter", "whole"]
+    num_bytes: int  # of all parts
+    is_in_place: bool
+
+
+class Copy(NamedTuple):
+    """Memory that an operation reads and writes on this rank, all of it each time."""
+
+    kind: Literal["gather", "scatter", "whole"]
+    target: Tensor
+    source: Tensor
+
+    def shape(self, place: int, num_parts: int) -> CopyShape | None:
+        """The shape for `Wires.kernels`; None if the memory is not aligned to words."""
+        whole, part = (self.source, self.target) if self.kind == "scatter" else (self.target, self.source)
+        address, num_bytes = whole.data_ptr(), whole.nbytes
+        if (address | part.data_ptr() | num_bytes | num_bytes // num_parts) % _WORD_BYTES:
+            return None
+        return CopyShape(self.kind, num_bytes, address + place * num_bytes // num_parts == part.data_ptr())
+
+    def run(self, place: int, num_parts: int) -> None:
+        """Copy with torch: on the host, and on the device if the memory is not aligned."""
+        if self.kind == "scatter":
+            self.target.view(-1).copy_(self.source.view(num_parts, -1)[place])
+        elif self.kind == "gather":
+            own, parts = self.source.view(1, -1), self.target.view(num_parts, -1)
+            for others in (parts[:place], parts[place + 1 :]):
+                others.copy_(own.expand_as(others))
+            parts[place : place + 1].copy_(own)
+        elif self.target is not self.source:
+            self.target.copy_(self.source)
+
+
 @dataclass
 class Wires:
-    """The state of both wires on both clocks. The tensors live until the next call of `start`."""
+    """The state of both wires on both clocks. The tensor lives until the next call of `start`."""
 
     fabric: Fabric
-    cells: Tensor | None = None  # the struct `Cells` of fabric.cu: 8 words of 8 bytes; None: there is no device
-    scratch: Tensor | None = None  # memory for the copies of `copies=on`
+    cells: Tensor | None = None  # the struct `Cells` of fabric.cu: 7 words of 8 bytes; None: there is no device
     host_free_s: dict[Wire, float] = field(default_factory=lambda: dict.fromkeys(WIRES, 0.0))
     host_busy_s: dict[Wire, float] = field(default_factory=lambda: dict.fromkeys(WIRES, 0.0))
     host_moved_bytes: dict[Wire, float] = field(default_factory=lambda: dict.fromkeys(WIRES, 0.0))
@@ -103,12 +149,32 @@ class Wires:
     def make(cls, fabric: Fabric) -> "Wires":
         if not torch.cuda.is_available():
             return cls(fabric)
-        cells = torch.zeros(8, dtype=torch.int64, device="cuda")
-        scratch = torch.zeros(_SCRATCH_BYTES, dtype=torch.uint8, device="cuda") if fabric.copies else None
-        for name in ("begin_carrying", "carry") if fabric.copies else ("occupy",):
-            _compiled(name)
-        torch.cuda.synchronize()  # other streams will use cells and scratch
-        return cls(fabric, cells, scratch)
+        wires = cls(fabric, torch.zeros(7, dtype=torch.int64, device="cuda"))
+        wires._refuse_links_that_are_too_fast()
+        wires.device_cells()  # waits: other streams will use the cells
+        return wires
+
+    def _refuse_links_that_are_too_fast(self) -> None:
+        """Measure how fast the thread blocks of a collective write. Refuse links whose data would come faster."""
+        fabric, parts = self.fabric, 8
+        memory = torch.zeros(_TRIAL_BYTES, dtype=torch.uint8, device="cuda")
+        at_once = Transfer(dict.fromkeys(WIRES, 0.0), dict.fromkeys(WIRES, 0.0), 0.0)
+        span = torch.empty(2, dtype=torch.int64, device="cuda")
+        kernels = self.kernels(at_once, (CopyShape("gather", _TRIAL_BYTES, True),), span, (0, parts))
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(4)]
+        for event in events:
+            launch(kernels, torch.cuda.current_stream(), [Copy("gather", memory, memory)])
+            event.record()
+        torch.cuda.synchronize()
+        trial_s = min(begin.elapsed_time(end) for begin, end in itertools.pairwise(events)) * 1e-3
+        fastest = _TRIAL_BYTES * (parts - 1) / parts / trial_s / 1e9
+        links = {"intra": (fabric.intra, fabric.node_size), "inter": (fabric.inter, fabric.num_nodes)}
+        for wire, (link, num_ranks) in links.items():
+            if num_ranks > 1 and link.gigabytes_per_s > fastest:
+                raise ConfigurationError(
+                    f"fabric: {wire}={link.gigabytes_per_s:g}GB/s cannot be emulated: the {_MAX_BLOCKS} thread blocks "
+                    f"of a collective write at most {fastest:.0f} GB/s on this device; give a slower link"
+                )
 
     def occupy_host(self, transfer: Transfer, not_before_s: float) -> float:
         """Start a transfer. Return the time of `time.perf_counter` at which it ends."""
@@ -123,34 +189,47 @@ class Wires:
                 self.host_moved_bytes[wire] += transfer.moved_bytes[wire]
             return done_s + transfer.latency_s
 
-    def kernels(self, transfer: Transfer, span: Tensor) -> list[Kernel]:
-        """Return the kernels that occupy the wires for one transfer, to be launched in order on one stream.
-
-        `span` is the struct `Span` of fabric.cu, used by one transfer at a time; only copies need it.
+    def kernels(
+        self, transfer: Transfer, copies: tuple[CopyShape, ...], span: Tensor, part: tuple[int, int]
+    ) -> list[Kernel]:
+        """Return the kernels of one transfer for `launch`: one that waits for the wires, and one for each copy. `span`
+        is the struct `Span` of fabric.cu, used by one transfer at a time. `part`: this rank's, and the number of them.
         """
         assert self.cells is not None, "no CUDA device when the fabric was started"
         occupied_ns = [round(transfer.occupied_s[wire] * 1e9) for wire in WIRES]
         moved = [transfer.moved_bytes[wire] for wire in WIRES]
         latency_ns = round(transfer.latency_s * 1e9)
-        if self.scratch is None:
-            return [Kernel("occupy", [self.cells, *occupied_ns, *moved, latency_ns])]
-        # The same bytes pass both wires, so their memory traffic is counted once.
-        num_words = int(max(moved)) // _WORD_BYTES
-        mask = self.scratch.numel() // 2 // _WORD_BYTES - 1
-        wire_s = max(*transfer.occupied_s.values(), 1e-9)
-        num_blocks = min(
-            round(max(moved) / wire_s / 1e9 / _GIGABYTES_PER_S_OF_A_BLOCK), num_words * _WORD_BYTES // _CHUNK_BYTES
-        )
-        return [
-            Kernel("begin_carrying", [self.cells, *occupied_ns, *moved, num_words, span]),
-            Kernel("carry", [span, self.scratch, mask, num_words, latency_ns], max(num_blocks, 1), _THREADS_OF_A_BLOCK),
-        ]
+        kernels = [Kernel("occupy", [self.cells, *occupied_ns, *moved, latency_ns, len(copies), span])]
+        total, before = sum(copy.num_bytes for copy in copies) // _WORD_BYTES, 0
+        rate = total * _WORD_BYTES / max(*occupied_ns, 1)  # GB/s
+        num_blocks = min(math.ceil(rate / _GIGABYTES_PER_S_OF_A_BLOCK), _MAX_BLOCKS)
+        for number, copy in enumerate(copies, 1):
+            num_words, (place, num_parts) = copy.num_bytes // _WORD_BYTES, part
+            own = (place * num_words // num_parts, (place + 1) * num_words // num_parts)
+            read, written, skipped = {
+                "gather": (num_words // num_parts, (0, num_words), own if copy.is_in_place else (0, 0)),
+                "scatter": (0, (0, 0) if copy.is_in_place else own, (0, 0)),
+                "whole": (0, (0, num_words), (0, 0)),
+            }[copy.kind]
+            args = [total, before, num_words, read, *written, *skipped, latency_ns, int(number == len(copies))]
+            num_chunks = -(-num_words // (8 * _THREADS_OF_A_BLOCK))
+            shape = (max(min(num_blocks, num_chunks), 1), _THREADS_OF_A_BLOCK)
+            kernels.append(Kernel("carry", [span, *args, 0, 0], *shape))
+            before += num_words
+        return kernels
 
     def device_cells(self) -> Tensor:
         if self.cells is None:
-            return torch.zeros(8, dtype=torch.int64)
+            return torch.zeros(7, dtype=torch.int64)
         torch.cuda.synchronize()
         return self.cells.cpu()
+
+
+def launch(kernels: Sequence[Kernel], stream: torch.cuda.Stream, copies: Sequence[Copy]) -> None:
+    """Launch what `Wires.kernels` returned. Without kernels for the copies, torch has copied before."""
+    kernels[0].launch(stream)
+    for kernel, copy in zip(kernels[1:], copies, strict=False):
+        kernel.launch(stream, copy.source.data_ptr(), copy.target.data_ptr())
 
 
 def sleep_until(instant_s: float) -> None:
@@ -166,8 +245,6 @@ def start(fabric: Fabric, rank: int = 0) -> None:
     """Create the default process group, in which this process is `rank`."""
     if not 0 <= rank < fabric.world_size:
         raise ConfigurationError(f"fabric: rank {rank} of {fabric.world_size}; give one from 0 to its size - 1")
-    if fabric.copies and not torch.cuda.is_available():
-        raise ConfigurationError("fabric: copies=on is traffic of device memory, and there is no CUDA device")
     if dist.is_initialized():
         raise StateError(
             f"fabric: a process group with backend {dist.get_backend()!r} exists already; "
@@ -180,14 +257,14 @@ def start(fabric: Fabric, rank: int = 0) -> None:
 def busy_s() -> dict[str, float]:
     """Return the seconds that each wire ("intra", "inter") was busy, without latency. Synchronises the device."""
     wires = _started()
-    on_device = wires.device_cells()[4:6].tolist()
+    on_device = wires.device_cells()[3:5].tolist()
     return {wire: wires.host_busy_s[wire] + busy_ns * 1e-9 for wire, busy_ns in zip(WIRES, on_device, strict=True)}
 
 
 def moved_bytes() -> dict[str, float]:
     """Return the bytes sent over each wire since `start`. Synchronises the device."""
     wires = _started()
-    on_device = wires.device_cells()[6:8].view(torch.float64).tolist()
+    on_device = wires.device_cells()[5:7].view(torch.float64).tolist()
     return {wire: wires.host_moved_bytes[wire] + moved for wire, moved in zip(WIRES, on_device, strict=True)}
 
 
@@ -274,15 +351,16 @@ class EmulatedGroup(_ProcessGroup):  # type: ignore[misc]
             lambda kind, num_bytes: plan_transfer(wires.fabric, kind, num_bytes, ranks, ranks[place])
         )
         self._kernels = functools.cache(
-            lambda kind, num_bytes: wires.kernels(self._transfer(kind, num_bytes), self._span) if len(ranks) > 1 else []
+            lambda kind, num_bytes, copies: wires.kernels(
+                self._transfer(kind, num_bytes), copies, self._span, (place, len(ranks))
+            )
         )
-        self._filled: set[tuple[int, int]] = set()
         self._host_done_s = 0.0
         self._tail: _Tail | None = None
         if wires.cells is not None:
             self._stream = torch.cuda.Stream(priority=-1)
             self._ready = torch.cuda.Event()
-            self._span = torch.empty(3, dtype=torch.int64, device=wires.cells.device)
+            self._span = torch.empty(2, dtype=torch.int64, device=wires.cells.device)
 
     def getBackendName(self) -> str:  # noqa: N802, torch asks for it
         return BACKEND
@@ -291,20 +369,22 @@ class EmulatedGroup(_ProcessGroup):  # type: ignore[misc]
     def group_name(self) -> str:
         return dist.distributed_c10d._world.pg_names[self]
 
-    # Every operation goes through `_start`. `move` copies the data; None if the data is in place already.
+    # Every operation goes through `_start`. `num_bytes`: of the whole buffer; `copies`: what it reads and writes here.
 
-    def _start(
-        self, kind: Kind, num_bytes: int, tensors: list[Tensor], move: Callable[[], None] | None, opts: Any
-    ) -> dist.Work:
+    def _start(self, kind: Kind, num_bytes: int, copies: list[Copy], opts: Any) -> dist.Work:
+        tensors = [tensor for copy in copies for tensor in (copy.target, copy.source)]
         if tensors and tensors[0].is_cuda:
-            return self._start_on_device(kind, num_bytes, tensors, move, opts is None or opts.asyncOp)
-        if move is not None:
-            move()
+            return self._start_on_device(kind, num_bytes, copies, tensors, opts is None or opts.asyncOp)
+        self._run(copies)
         self._host_done_s = self._wires.occupy_host(self._transfer(kind, num_bytes), self._host_done_s)
         return _HostTransfer(self._host_done_s, tensors)
 
+    def _run(self, copies: list[Copy]) -> None:
+        for copy in copies:
+            copy.run(self._place, len(self._ranks))
+
     def _start_on_device(
-        self, kind: Kind, num_bytes: int, tensors: list[Tensor], move: Callable[[], None] | None, asynchronous: bool
+        self, kind: Kind, num_bytes: int, copies: list[Copy], tensors: list[Tensor], asynchronous: bool
     ) -> dist.Work:
         current = torch.cuda.current_stream()
         capture = capture_of(current)
@@ -316,11 +396,13 @@ class EmulatedGroup(_ProcessGroup):  # type: ignore[misc]
         tail = self._tail
         if tail is not None and tail.stream != stream.cuda_stream and tail.capture == capture:
             stream.wait_event(tail.event)
-        if move is not None:
+        shapes = tuple(copy.shape(self._place, len(self._ranks)) for copy in copies)
+        if None in shapes or len(self._ranks) == 1:
+            shapes = ()
             with torch.cuda.stream(stream):
-                move()
-        for kernel in self._kernels(kind, num_bytes):
-            kernel.launch(stream)
+                self._run(copies)
+        if len(self._ranks) > 1:
+            launch(self._kernels(kind, num_bytes, shapes), stream, copies)
         event = torch.cuda.Event()
         event.record(stream)
         self._tail = _Tail(event, stream.cuda_stream, capture)
@@ -329,64 +411,45 @@ class EmulatedGroup(_ProcessGroup):  # type: ignore[misc]
     # The operations, under the names that torch calls.
 
     def all_gather_single(self, whole: Tensor, shard: Tensor, opts: Any = None) -> dist.Work:
-        in_place = whole.data_ptr() + self._place * shard.nbytes == shard.data_ptr()
-        memory = (whole.data_ptr(), whole.nbytes)
-        is_filled = whole.nbytes > _SMALL_BYTES and memory in self._filled
-
-        def move() -> None:
-            slots = whole.view(len(self._ranks), -1)
-            if not is_filled:
-                self._filled.add(memory)
-                for others in (slots[: self._place], slots[self._place + 1 :]):
-                    others.copy_(shard.view(1, -1).expand_as(others))
-            if not in_place:
-                slots[self._place].copy_(shard.view(-1))
-
-        return self._start("all_gather", whole.nbytes, [whole, shard], None if is_filled and in_place else move, opts)
+        return self.all_gather_single_coalesced([whole], [shard], opts)
 
     def reduce_scatter_single(self, shard: Tensor, whole: Tensor, opts: Any = None) -> dist.Work:
-        def move() -> None:
-            shard.view(-1).copy_(whole.view(len(self._ranks), -1)[self._place])
-
-        in_place = whole.data_ptr() + self._place * shard.nbytes == shard.data_ptr()
-        return self._start("reduce_scatter", whole.nbytes, [shard, whole], None if in_place else move, opts)
+        return self.reduce_scatter_single_coalesced([shard], [whole], opts)
 
     def all_gather_single_coalesced(self, wholes: list[Tensor], shards: list[Tensor], opts: Any = None) -> dist.Work:
-        works = [self.all_gather_single(*pair, opts) for pair in zip(wholes, shards, strict=True)]
-        return works[-1]  # operations of one group run in order: the last one ends last
+        copies = [Copy("gather", *pair) for pair in zip(wholes, shards, strict=True)]
+        return self._start("all_gather", sum(whole.nbytes for whole in wholes), copies, opts)
 
     def reduce_scatter_single_coalesced(
         self, shards: list[Tensor], wholes: list[Tensor], opts: Any = None
     ) -> dist.Work:
-        works = [self.reduce_scatter_single(*pair, opts) for pair in zip(shards, wholes, strict=True)]
-        return works[-1]
+        copies = [Copy("scatter", *pair) for pair in zip(shards, wholes, strict=True)]
+        return self._start("reduce_scatter", sum(whole.nbytes for whole in wholes), copies, opts)
 
     def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> dist.Work:
-        def move() -> None:
-            for slots, shard in zip(outputs, inputs, strict=True):
-                for slot in slots:
-                    slot.copy_(shard)
+        pairs = zip(outputs, inputs, strict=True)
+        copies = [Copy("whole", slot, shard) for slots, shard in pairs for slot in slots]
+        return self._start("all_gather", sum(copy.target.nbytes for copy in copies), copies, opts)
 
-        slots = [slot for slots in outputs for slot in slots]
-        return self._start("all_gather", sum(slot.nbytes for slot in slots), slots, move, opts)
+    def _change(self, kind: Kind, tensors: list[Tensor], opts: Any) -> dist.Work:
+        copies = [Copy("whole", tensor, tensor) for tensor in tensors]
+        return self._start(kind, sum(tensor.nbytes for tensor in tensors), copies, opts)
 
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
-        return self._start("all_reduce", sum(tensor.nbytes for tensor in tensors), tensors, None, opts)
+        return self._change("all_reduce", tensors, opts)
 
     def broadcast(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
-        return self._start("broadcast", sum(tensor.nbytes for tensor in tensors), tensors, None, opts)
+        return self._change("broadcast", tensors, opts)
 
     def all_to_all_single(
         self, received: Tensor, sent: Tensor, received_sizes: list[int], sent_sizes: list[int], opts: Any = None
     ) -> dist.Work:
-        def move() -> None:
-            num_elems = min(received.numel(), sent.numel())
-            received.view(-1)[:num_elems].copy_(sent.reshape(-1)[:num_elems])
-
-        return self._start("all_to_all", sent.nbytes, [received, sent], move, opts)
+        num_elems = min(received.numel(), sent.numel())
+        copy = Copy("whole", received.view(-1)[:num_elems], sent.reshape(-1)[:num_elems])
+        return self._start("all_to_all", sent.nbytes, [copy], opts)
 
     def barrier(self, opts: Any = None) -> dist.Work:
-        return self._start("all_reduce", 0, [], None, opts)
+        return self._start("all_reduce", 0, [], opts)
 
     reduce = broadcast  # the same chain of ranks in the other direction
     allreduce_coalesced = allreduce

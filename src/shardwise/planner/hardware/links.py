@@ -54,16 +54,12 @@ INTER = Link(50.0, 15.0)
 
 @dataclass(frozen=True, slots=True)
 class Fabric:
-    """`num_nodes` nodes of `node_size` ranks; rank r sits in node r // node_size.
-
-    `copies`: a transfer also reads and writes as many bytes of device memory as it sends, at the speed of the wire.
-    """
+    """`num_nodes` nodes of `node_size` ranks; rank r sits in node r // node_size."""
 
     num_nodes: int
     node_size: int
     intra: Link = INTRA
     inter: Link = INTER
-    copies: bool = False
 
     def __post_init__(self) -> None:
         if self.num_nodes < 1 or self.node_size < 1:
@@ -80,7 +76,7 @@ class Fabric:
         links = {"intra": self.intra, "inter": self.inter}
         rates = [f"{wire}={_number(link.gigabytes_per_s)}GB/s" for wire, link in links.items()]
         latencies = [f"{wire}-latency={_number(link.latency_us)}us" for wire, link in links.items()]
-        return ",".join([f"{self.num_nodes}x{self.node_size}", *rates, *latencies, *["copies=on"] * self.copies])
+        return ",".join([f"{self.num_nodes}x{self.node_size}", *rates, *latencies])
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,11 +136,11 @@ def _spread(ranks: Sequence[int], node_size: int, node: int) -> Mapping[int, int
     return {at: len(ranks[before[at] : before[at + 1]]) for at in nodes}
 
 
-_KEYS = ("intra", "inter", "latency", "intra-latency", "inter-latency", "copies")
+_KEYS = ("intra", "inter", "latency", "intra-latency", "inter-latency")
 
 
 def parse(text: str) -> Fabric:
-    """Parse a fabric like `2x8,intra=400GB/s,inter=50GB/s` or `8,intra=1TB/s,latency=10us,copies=on`."""
+    """Parse a fabric like `2x8,intra=400GB/s,inter=50GB/s` or `8,intra=1TB/s,latency=10us`."""
 
     def refused(why: str) -> ConfigurationError:
         return ConfigurationError(f"fabric {text!r}: {why}; an example: {EXAMPLE}")
@@ -169,13 +165,10 @@ def parse(text: str) -> Fabric:
         try:
             links.append(Link(rate, latency_us))
         except ConfigurationError as error:
-            parts = ", ".join(f"{key}={value!r}" for key, value in given.items() if key != "copies")
+            parts = ", ".join(f"{key}={value!r}" for key, value in given.items())
             raise refused(f"{parts}: {error}") from None
-    copies = given.get("copies", "off")
-    if copies not in ("on", "off"):
-        raise refused(f"copies={copies!r} is neither on nor off")
     intra, inter = links
-    return Fabric(int(found[1] or 1), int(found[2]), intra, inter, copies == "on")
+    return Fabric(int(found[1] or 1), int(found[2]), intra, inter)
 
 
 def quantity(text: str, units: Mapping[str, float]) -> float | None:
