@@ -57,28 +57,36 @@ __device__ __forceinline__ uint4 load(const uint4* from) {
 // Moves `words` of the `total` words of a transfer; `before` of them were moved by earlier kernels. Word i is read from
 // source[i], or source[i % part] if `part` is not 0, and written to target[i - first] if first <= i < last and it is not
 // one of those that are there already (from `skip` to `skip_end`). A chunk is not touched before its share of the span
-// has passed. Eight words of a thread are in flight at once.
-extern "C" __global__ void carry(
+// has passed. Sixteen words of a thread are in flight at once.
+extern "C" __global__ void __launch_bounds__(512) carry(
     const Span* in, u64 total, u64 before, u64 words, u64 part, u64 first, u64 last, u64 skip, u64 skip_end,
     u64 latency_ns, u64 is_last, const uint4* source, uint4* target
 ) {
-    const u64 chunk_words = 8 * 512;
+    const unsigned chunk = 16 * 512;
     Span span = *in;
     double ns_of_a_word = (double)(span.done - span.begin) / (double)total;
-    for (u64 from = blockIdx.x * chunk_words; from < words; from += gridDim.x * chunk_words) {
+    for (u64 from = blockIdx.x * (u64)chunk; from < words; from += gridDim.x * (u64)chunk) {
         if (threadIdx.x == 0) spin_until(span.begin + (u64)(ns_of_a_word * (double)(before + from)));
         __syncthreads();
-        uint4 held[8];
-        #pragma unroll
-        for (int i = 0; i < 8; ++i) {
-            u64 word = from + i * 512 + threadIdx.x;
-            if (word < words) held[i] = load(source + (part ? (unsigned)word % (unsigned)part : word));
+        u64 end = from + chunk, read = part ? from % part : from;
+        bool is_simple = end <= words && (part == 0 || read + chunk <= part);
+        bool is_written = from >= first && end <= last && (end <= skip || from >= skip_end);
+        bool is_left = end <= first || from >= last || (from >= skip && end <= skip_end);
+        uint4 held[16];
+        if (is_simple && (is_written || is_left)) {
+            const uint4* from_here = source + read + threadIdx.x;
+            uint4* to_here = target + (from - first) + threadIdx.x;
+            #pragma unroll
+            for (int i = 0; i < 16; ++i) held[i] = load(from_here + i * 512);
+            if (is_written) {
+                #pragma unroll
+                for (int i = 0; i < 16; ++i) to_here[i * 512] = held[i];
+            }
+            continue;
         }
-        #pragma unroll
-        for (int i = 0; i < 8; ++i) {
-            u64 word = from + i * 512 + threadIdx.x;
-            bool is_written = word >= first && word < last && (word < skip || word >= skip_end);
-            if (is_written) target[word - first] = held[i];
+        for (u64 word = from + threadIdx.x; word < end && word < words; word += 512) {
+            uint4 value = load(source + (part ? word % part : word));
+            if (word >= first && word < last && (word < skip || word >= skip_end)) target[word - first] = value;
         }
     }
     if (is_last && blockIdx.x == 0 && threadIdx.x == 0) spin_until(span.done + latency_ns);

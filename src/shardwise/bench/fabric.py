@@ -212,7 +212,7 @@ class Wires:
                 "whole": (0, (0, num_words), (0, 0)),
             }[copy.kind]
             args = [total, before, num_words, read, *written, *skipped, latency_ns, int(number == len(copies))]
-            num_chunks = -(-num_words // (8 * _THREADS_OF_A_BLOCK))
+            num_chunks = -(-num_words // (16 * _THREADS_OF_A_BLOCK))
             shape = (max(min(num_blocks, num_chunks), 1), _THREADS_OF_A_BLOCK)
             kernels.append(Kernel("carry", [span, *args, 0, 0], *shape))
             before += num_words
