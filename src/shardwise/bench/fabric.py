@@ -27,6 +27,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import Store
 
 from ..base.errors import ConfigurationError, StateError
+from ..core.engine.streams import Event, current_stream, make_current
 from ..planner.hardware.links import WIRES, Fabric, Kind, Transfer, Wire, plan_transfer
 
 BACKEND = "emulated"
@@ -75,9 +76,7 @@ def _compiled(name: str) -> Any:
 
 
 def capture_of(stream: torch.cuda.Stream) -> int:
-    """Return the id of the CUDA graph capture in progress on the current stream; 0 if there is none."""
-    if not torch.cuda.is_current_stream_capturing():
-        return 0
+    """Return the id of the CUDA graph capture in progress on this stream."""
     status, number = ctypes.c_int(), ctypes.c_uint64()
     nothing = [None] * 3
     handle = ctypes.c_void_p(stream.cuda_stream)
@@ -228,19 +227,19 @@ class _HostTransfer(dist.Work):
 class _DeviceTransfer(dist.Work):
     """A transfer that is complete when `event` is. It holds references to its tensors, so that they stay allocated."""
 
-    def __init__(self, event: torch.cuda.Event, stream: torch.cuda.Stream, tensors: list[Tensor]) -> None:
+    def __init__(self, event: Any, stream: torch.cuda.Stream, tensors: list[Tensor]) -> None:
         super().__init__()
         self.event, self.stream, self.tensors = event, stream, tensors
 
     def wait(self, timeout: Any = None) -> bool:
         """Make the current stream wait, not the host."""
-        current = torch.cuda.current_stream()
+        current = current_stream(self.stream.device_index)
         if current.cuda_stream != self.stream.cuda_stream:
-            current.wait_event(self.event)
+            self.event.wait(current)
         return True
 
     def is_completed(self) -> bool:
-        return self.event.query()
+        return bool(self.event.query())
 
     def get_future(self) -> torch.futures.Future[list[Tensor]]:
         future: torch.futures.Future[list[Tensor]] = torch.futures.Future(devices=[self.tensors[0].device])
@@ -250,13 +249,9 @@ class _DeviceTransfer(dist.Work):
         return future
 
 
-@dataclass(slots=True)
-class _Tail:
-    """The last operation of a group on the device. The next operation waits for it, whichever stream each uses."""
-
-    event: torch.cuda.Event
-    stream: int
-    capture: int  # an event of one CUDA graph capture is not valid outside of it
+# The last operation of a group on the device: its event, its stream, and the CUDA graph capture it belongs to. The next
+# operation waits for the event, whichever stream each uses. An event of one capture is not valid outside of it.
+_Tail = tuple[Any, int, int]
 
 
 # As Any: the stubs of torch declare overloads of these methods that torch itself never calls.
@@ -281,7 +276,7 @@ class EmulatedGroup(_ProcessGroup):  # type: ignore[misc]
         self._tail: _Tail | None = None
         if wires.cells is not None:
             self._stream = torch.cuda.Stream(priority=-1)
-            self._ready = torch.cuda.Event()
+            self._ready = Event()
             self._span = torch.empty(3, dtype=torch.int64, device=wires.cells.device)
 
     def getBackendName(self) -> str:  # noqa: N802, torch asks for it
@@ -291,40 +286,44 @@ class EmulatedGroup(_ProcessGroup):  # type: ignore[misc]
     def group_name(self) -> str:
         return dist.distributed_c10d._world.pg_names[self]
 
-    # Every operation goes through `_start`. `move` copies the data; None if the data is in place already.
+    # Every operation goes through `_start`. `move` copies the data; None if the data is in place already. With a real
+    # fabric no Python runs here, so this has as few calls as possible.
 
     def _start(
         self, kind: Kind, num_bytes: int, tensors: list[Tensor], move: Callable[[], None] | None, opts: Any
     ) -> dist.Work:
-        if tensors and tensors[0].is_cuda:
-            return self._start_on_device(kind, num_bytes, tensors, move, opts is None or opts.asyncOp)
+        if not tensors or not tensors[0].is_cuda:
+            return self._start_on_host(kind, num_bytes, tensors, move)
+        index = tensors[0].device.index
+        current = stream = current_stream(index)
+        capture = capture_of(current) if torch._C._cuda_isCurrentStreamCapturing() else 0
+        if opts is None or opts.asyncOp:
+            stream = self._stream
+            self._ready.record(current)
+            self._ready.wait(stream)
+        handle = stream.cuda_stream
+        if self._tail is not None and self._tail[1] != handle and self._tail[2] == capture:
+            self._tail[0].wait(stream)
+        if move is not None:
+            make_current(stream_id=stream.stream_id, device_index=index, device_type=stream.device_type)
+            try:
+                move()
+            finally:
+                make_current(stream_id=current.stream_id, device_index=index, device_type=current.device_type)
+        for kernel in self._kernels(kind, num_bytes):
+            kernel.launch(stream)
+        event = Event()
+        event.record(stream)
+        self._tail = (event, handle, capture)
+        return _DeviceTransfer(event, stream, tensors)
+
+    def _start_on_host(
+        self, kind: Kind, num_bytes: int, tensors: list[Tensor], move: Callable[[], None] | None
+    ) -> dist.Work:
         if move is not None:
             move()
         self._host_done_s = self._wires.occupy_host(self._transfer(kind, num_bytes), self._host_done_s)
         return _HostTransfer(self._host_done_s, tensors)
-
-    def _start_on_device(
-        self, kind: Kind, num_bytes: int, tensors: list[Tensor], move: Callable[[], None] | None, asynchronous: bool
-    ) -> dist.Work:
-        current = torch.cuda.current_stream()
-        capture = capture_of(current)
-        stream = current
-        if asynchronous:
-            stream = self._stream
-            self._ready.record(current)
-            stream.wait_event(self._ready)
-        tail = self._tail
-        if tail is not None and tail.stream != stream.cuda_stream and tail.capture == capture:
-            stream.wait_event(tail.event)
-        if move is not None:
-            with torch.cuda.stream(stream):
-                move()
-        for kernel in self._kernels(kind, num_bytes):
-            kernel.launch(stream)
-        event = torch.cuda.Event()
-        event.record(stream)
-        self._tail = _Tail(event, stream.cuda_stream, capture)
-        return _DeviceTransfer(event, stream, tensors)
 
     # The operations, under the names that torch calls.
 
