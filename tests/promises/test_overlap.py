@@ -89,12 +89,12 @@ class SlowWork:
 
 @contextmanager
 def slow_collectives(is_serial: bool) -> Iterator[None]:
-    original = collectives._start
+    original = collectives.Collective.start
     free_at: dict[int, float] = {}
 
-    def start(flight: collectives.InFlight, method: str, *arguments: Any) -> collectives.InFlight:
-        flight = original(flight, method, *arguments)
-        if flight.work is not None:
+    def start(flight: collectives.Collective) -> None:
+        original(flight)
+        if flight.work is not None and flight.call is not None:
             channel = id(flight.channel)
             begins = max(Clock.now_s, free_at.get(channel, 0.0))
             free_at[channel] = begins + COLLECTIVE_S
@@ -102,13 +102,12 @@ def slow_collectives(is_serial: bool) -> Iterator[None]:
             if is_serial:
                 flight.work.wait()
                 flight.work = None
-        return flight
 
-    collectives._start = start
+    collectives.Collective.start = start
     try:
         yield
     finally:
-        collectives._start = original
+        collectives.Collective.start = original
 
 
 def seconds_per_step(strategy: Any, node_size: int, is_serial: bool) -> float:
@@ -173,14 +172,15 @@ def log_of_a_step(strategy: str) -> list[str]:
         model, torch.optim.SGD(model.parameters(), lr=0.1), strategy, precision="bf16", units=["Block"]
     )
     log: list[str] = []
-    original = collectives._start
+    original = collectives.Collective.start
 
-    def start(flight: collectives.InFlight, method: str, *arguments: Any) -> collectives.InFlight:
-        log.append(f"start {'gather' if flight.kind == 'all_gather' else 'reduce'} {number(flight.what)}")
-        return original(flight, method, *arguments)
+    def start(flight: collectives.Collective) -> None:
+        if flight.call is not None:  # not the exchange of the ranks' orders after the first step
+            log.append(f"start {'gather' if flight.kind == 'all_gather' else 'reduce'} {number(flight.what)}")
+        original(flight)
 
     log_computation(model, log.append)
-    collectives._start = start
+    collectives.Collective.start = start
     try:
         for _ in range(2):
             x = torch.ones(2, HIDDEN, requires_grad=True)
@@ -189,7 +189,7 @@ def log_of_a_step(strategy: str) -> list[str]:
             optimizer.step()
             optimizer.zero_grad()
     finally:
-        collectives._start = original
+        collectives.Collective.start = original
     return log[log.index("step") :]
 
 

@@ -31,6 +31,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import Store
 
 from ..base.errors import ConfigurationError, StateError
+from ..core.engine.streams import Event, current_stream, make_current
 from ..planner.hardware.links import WIRES, Fabric, Kind, Transfer, Wire, plan_transfer
 
 BACKEND = "emulated"
@@ -81,9 +82,7 @@ def _compiled(name: str) -> Any:
 
 
 def capture_of(stream: torch.cuda.Stream) -> int:
-    """Return the id of the CUDA graph capture in progress on the current stream; 0 if there is none."""
-    if not torch.cuda.is_current_stream_capturing():
-        return 0
+    """Return the id of the CUDA graph capture in progress on this stream."""
     status, number = ctypes.c_int(), ctypes.c_uint64()
     nothing = [None] * 3
     handle = ctypes.c_void_p(stream.cuda_stream)
@@ -284,9 +283,9 @@ class _NoStore(Store):
 class _HostTransfer(dist.Work):
     """A transfer that is complete at a given time of the host's clock."""
 
-    def __init__(self, done_s: float, tensors: list[Tensor]) -> None:
+    def __init__(self, done_s: float, copies: list[Copy]) -> None:
         super().__init__()
-        self.done_s, self.tensors = done_s, tensors
+        self.done_s, self.copies = done_s, copies
 
     def wait(self, timeout: Any = None) -> bool:
         sleep_until(self.done_s)
@@ -298,42 +297,39 @@ class _HostTransfer(dist.Work):
     def get_future(self) -> torch.futures.Future[list[Tensor]]:
         future: torch.futures.Future[list[Tensor]] = torch.futures.Future()
         left_s = max(0.0, self.done_s - time.perf_counter())
-        threading.Timer(left_s, future.set_result, [self.tensors]).start()
+        tensors = [copy.target for copy in self.copies]
+        threading.Timer(left_s, future.set_result, [tensors]).start()
         return future
 
 
 class _DeviceTransfer(dist.Work):
     """A transfer that is complete when `event` is. It holds references to its tensors, so that they stay allocated."""
 
-    def __init__(self, event: torch.cuda.Event, stream: torch.cuda.Stream, tensors: list[Tensor]) -> None:
+    def __init__(self, event: Any, stream: torch.cuda.Stream, copies: list[Copy]) -> None:
         super().__init__()
-        self.event, self.stream, self.tensors = event, stream, tensors
+        self.event, self.stream, self.copies = event, stream, copies
 
     def wait(self, timeout: Any = None) -> bool:
         """Make the current stream wait, not the host."""
-        current = torch.cuda.current_stream()
+        current = current_stream(self.stream.device_index)
         if current.cuda_stream != self.stream.cuda_stream:
-            current.wait_event(self.event)
+            self.event.wait(current)
         return True
 
     def is_completed(self) -> bool:
-        return self.event.query()
+        return bool(self.event.query())
 
     def get_future(self) -> torch.futures.Future[list[Tensor]]:
-        future: torch.futures.Future[list[Tensor]] = torch.futures.Future(devices=[self.tensors[0].device])
+        future: torch.futures.Future[list[Tensor]] = torch.futures.Future(devices=[self.copies[0].target.device])
         # The future completes when the work that is queued on this stream so far has run.
         with torch.cuda.stream(self.stream):
-            future.set_result(self.tensors)
+            future.set_result([copy.target for copy in self.copies])
         return future
 
 
-@dataclass(slots=True)
-class _Tail:
-    """The last operation of a group on the device. The next operation waits for it, whichever stream each uses."""
-
-    event: torch.cuda.Event
-    stream: int
-    capture: int  # an event of one CUDA graph capture is not valid outside of it
+# The last operation of a group on the device: its event, its stream, and the CUDA graph capture it belongs to. The next
+# operation waits for the event, whichever stream each uses. An event of one capture is not valid outside of it.
+_Tail = tuple[Any, int, int]
 
 
 # As Any: the stubs of torch declare overloads of these methods that torch itself never calls.
@@ -359,7 +355,7 @@ class EmulatedGroup(_ProcessGroup):  # type: ignore[misc]
         self._tail: _Tail | None = None
         if wires.cells is not None:
             self._stream = torch.cuda.Stream(priority=-1)
-            self._ready = torch.cuda.Event()
+            self._ready = Event()
             self._span = torch.empty(2, dtype=torch.int64, device=wires.cells.device)
 
     def getBackendName(self) -> str:  # noqa: N802, torch asks for it
@@ -370,43 +366,41 @@ class EmulatedGroup(_ProcessGroup):  # type: ignore[misc]
         return dist.distributed_c10d._world.pg_names[self]
 
     # Every operation goes through `_start`. `num_bytes`: of the whole buffer; `copies`: what it reads and writes here.
+    # With a real fabric no Python runs here, so this has as few calls as possible.
 
     def _start(self, kind: Kind, num_bytes: int, copies: list[Copy], opts: Any) -> dist.Work:
-        tensors = [tensor for copy in copies for tensor in (copy.target, copy.source)]
-        if tensors and tensors[0].is_cuda:
-            return self._start_on_device(kind, num_bytes, copies, tensors, opts is None or opts.asyncOp)
-        self._run(copies)
-        self._host_done_s = self._wires.occupy_host(self._transfer(kind, num_bytes), self._host_done_s)
-        return _HostTransfer(self._host_done_s, tensors)
-
-    def _run(self, copies: list[Copy]) -> None:
-        for copy in copies:
-            copy.run(self._place, len(self._ranks))
-
-    def _start_on_device(
-        self, kind: Kind, num_bytes: int, copies: list[Copy], tensors: list[Tensor], asynchronous: bool
-    ) -> dist.Work:
-        current = torch.cuda.current_stream()
-        capture = capture_of(current)
-        stream = current
-        if asynchronous:
+        if not copies or not copies[0].target.is_cuda:
+            return self._start_on_host(kind, num_bytes, copies)
+        index = copies[0].target.device.index
+        current = stream = current_stream(index)
+        capture = capture_of(current) if torch._C._cuda_isCurrentStreamCapturing() else 0
+        if opts is None or opts.asyncOp:
             stream = self._stream
             self._ready.record(current)
-            stream.wait_event(self._ready)
-        tail = self._tail
-        if tail is not None and tail.stream != stream.cuda_stream and tail.capture == capture:
-            stream.wait_event(tail.event)
-        shapes = tuple(copy.shape(self._place, len(self._ranks)) for copy in copies)
+            self._ready.wait(stream)
+        handle = stream.cuda_stream
+        if self._tail is not None and self._tail[1] != handle and self._tail[2] == capture:
+            self._tail[0].wait(stream)
+        shapes = tuple([copy.shape(self._place, len(self._ranks)) for copy in copies])
         if None in shapes or len(self._ranks) == 1:
             shapes = ()
             with torch.cuda.stream(stream):
                 self._run(copies)
         if len(self._ranks) > 1:
             launch(self._kernels(kind, num_bytes, shapes), stream, copies)
-        event = torch.cuda.Event()
+        event = Event()
         event.record(stream)
-        self._tail = _Tail(event, stream.cuda_stream, capture)
-        return _DeviceTransfer(event, stream, tensors)
+        self._tail = (event, handle, capture)
+        return _DeviceTransfer(event, stream, copies)
+
+    def _start_on_host(self, kind: Kind, num_bytes: int, copies: list[Copy]) -> dist.Work:
+        self._run(copies)
+        self._host_done_s = self._wires.occupy_host(self._transfer(kind, num_bytes), self._host_done_s)
+        return _HostTransfer(self._host_done_s, copies)
+
+    def _run(self, copies: list[Copy]) -> None:
+        for copy in copies:
+            copy.run(self._place, len(self._ranks))
 
     # The operations, under the names that torch calls.
 

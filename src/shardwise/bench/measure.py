@@ -207,7 +207,7 @@ def count_calls(function: Callable[[], object]) -> Calls:
         finally:
             sys.setprofile(None)
             threading.setprofile(None)
-    for code, times in by_code.items():
+    for code, times in list(by_code.items()):  # a thread that was started meanwhile may still count
         by_name[f"{'/'.join(Path(code.co_filename).parts[-2:])}:{code.co_qualname}"] += times
     return dict(by_name)
 

@@ -23,7 +23,7 @@ from ..core.layout import AUTO
 from ..core.mesh import Axes, device, num_local_ranks
 from ..core.schedule.model import UnitSpec
 from ..core.schedule.units import Units
-from ..core.wire.collectives import Channel, exchange, finish, start_all_gather
+from ..core.wire.collectives import Channel, all_gather, exchange
 from .assess import Assessor, Machine, Subject
 from .hardware.cluster import Cluster
 from .hardware.gpus import IDEAL, Efficiency, Gpu, Overheads, efficiency_of, gpu_named, gpu_of_device
@@ -174,7 +174,7 @@ def _gathered(world: Channel, num_bytes: int) -> tuple[float, float]:
     times = []
     for _ in range(1 + NUM_PROBES):  # the first one warms up
         begin_s = time.perf_counter()
-        finish(start_all_gather(world, buffer, "a first measurement"))
+        all_gather(world, buffer, "a first measurement").run()
         buffer[-1].item()  # waits for the device
         times.append(time.perf_counter() - begin_s)
     return num_bytes * (world.num_ranks - 1) / world.num_ranks, max(exchange(world, min(times[1:])))

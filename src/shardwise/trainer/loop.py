@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..api.sharded_model import accumulate
 from ..core.engine.streams import PendingHostCopy
-from ..core.wire.collectives import Channel, InFlight, finish, start_all_reduce
+from ..core.wire.collectives import Channel, Collective, all_reduce
 from .data.order import key
 from .data.samples import Batch
 from .metrics import StepRecords, StepResult
@@ -129,7 +129,7 @@ class _HostExchange:
 
     def __init__(self, channel: Channel, requests: Requests, records: StepRecords) -> None:
         self._channel, self._requests, self._records = channel, requests, records
-        self._flight: InFlight | None = None
+        self._flight: Collective | None = None
         self._sent: _QueuedStep | None = None
 
     def start(self, coming: list[Batch], sent: _QueuedStep | None) -> None:
@@ -140,11 +140,12 @@ class _HostExchange:
         stops = [float(stop == code) for code in STOP_CODES]
         vector = torch.tensor([num_targets, loss_sum, float(save), *stops], dtype=torch.float64)
         with self._channel.ledger.uncounted():
-            self._flight = start_all_reduce(self._channel, vector, "exchange between the hosts", sums=True)
+            self._flight = all_reduce(self._channel, vector, "exchange between the hosts", sums=True)
+            self._flight.start()
 
     def finish(self) -> _Agreed:
         assert self._flight is not None, "start() comes first"
-        finish(self._flight)
+        self._flight.finish()
         num_targets, loss_sum, save, *stops = self._flight.buffer.tolist()
         stop = next((code for code, num in zip(STOP_CODES, stops, strict=True) if num), None)
         if self._sent is not None:

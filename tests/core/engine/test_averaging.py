@@ -5,6 +5,7 @@ gloo only sums, so here it is made to average: what travels is divided before th
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
@@ -21,22 +22,27 @@ from tests.support.strategies import NAMED, disk_for, slow_but
 
 @contextmanager
 def gloo_averages() -> Iterator[None]:
-    backends, original = mesh.AVERAGING, collectives._start
+    backends, original = mesh.AVERAGING, collectives.Collective.start
     sums = {id(collectives._SCATTER[True]): collectives._SCATTER[False]}
     sums[id(collectives._ALL_REDUCE[True])] = collectives._ALL_REDUCE[False]
 
-    def start(flight: collectives.InFlight, method: str, *arguments: Any) -> collectives.InFlight:
-        *tensors, options = arguments
+    def start(flight: collectives.Collective) -> None:
+        *tensors, options = getattr(flight.queue, "args", [None])
         if id(options) in sums:
-            sent = tensors[0][0] if isinstance(tensors[0], list) else flight.buffer
-            sent.div_(flight.channel.num_ranks)
-        return original(flight, method, *tensors, sums.get(id(options), options))
+            queue = partial(flight.queue.func, *tensors, sums[id(options)])
 
-    mesh.AVERAGING, collectives._start = ("gloo",), start
+            def divide_and_queue() -> Any:
+                flight.buffer.div_(flight.channel.num_ranks)
+                return queue()
+
+            flight.queue = divide_and_queue
+        original(flight)
+
+    mesh.AVERAGING, collectives.Collective.start = ("gloo",), start
     try:
         yield
     finally:
-        mesh.AVERAGING, collectives._start = backends, original
+        mesh.AVERAGING, collectives.Collective.start = backends, original
 
 
 def train(strategy: Any, averages: bool, accumulates: bool, node_size: int) -> dict[str, torch.Tensor]:

@@ -102,7 +102,7 @@ class HostActivations:
 
     def __init__(self, units: Sequence[Unit], hosted: Collection[int], device: torch.device, host: HostMemory) -> None:
         self._units = units
-        self._hosted = frozenset(hosted)
+        self.hosted = frozenset(hosted)
         self._host = host
         self._device = torch.empty(0, device=device).device  # with its index
         self._lane = Lane(device)
@@ -127,9 +127,7 @@ class HostActivations:
     # Reports of the engine.
 
     def before(self, index: int) -> None:
-        """Report that a unit's forward begins; its weights are gathered."""
-        if not self._hosted:
-            return
+        """Report that a unit's forward begins; its weights are gathered. Not needed if no unit is `hosted`."""
         if not self._open:
             self.join()
             self._release_all_but(self._last)
@@ -141,7 +139,7 @@ class HostActivations:
         weights = frozenset(state.compute_params[0].untyped_storage().data_ptr() for state in states)
         undecided = self._pass_boundary()
         self._open.append((index, weights))
-        if index in self._hosted and _top_pack() != self._pack:
+        if index in self.hosted and _top_pack() != self._pack:
             for saved in [ref() for ref in undecided]:
                 if saved is not None:
                     self._take(saved)
@@ -180,7 +178,7 @@ class HostActivations:
         held = tensor if tensor.is_leaf else tensor.detach()
         saved = _Saved(self._units[self._open[-1][0]].name, held, tensor._version)
         if torch._C._current_graph_task_id() == -1 and self._is_worth_it(tensor):
-            if self._open[-1][0] in self._hosted:
+            if self._open[-1][0] in self.hosted:
                 self._take(saved)
             else:
                 self._undecided.append(weakref.ref(saved))
@@ -233,7 +231,7 @@ class HostActivations:
 
     def _start_sending(self, stretch: _ForwardSegment) -> None:
         tensors = []
-        with self._lane.after_compute().named(f"activations of {stretch.unit} to host"):
+        with self._lane.after_compute(f"activations of {stretch.unit} to host"):
             for memory in list(stretch.memories):
                 if memory.here is not None and memory.copy is None:
                     storage = torch.empty(0, dtype=torch.uint8, device=self._device).set_(memory.here.untyped_storage())
@@ -299,7 +297,7 @@ class HostActivations:
             return
         # Allocated on the compute stream, where work that was queued before may still use this memory.
         here = [torch.empty(memory.num_bytes, dtype=torch.uint8, device=self._device) for memory in on_host]
-        with self._lane.after_compute().named(f"activations of {stretch.unit} to device"):
+        with self._lane.after_compute(f"activations of {stretch.unit} to device"):
             for memory, tensor in zip(on_host, here, strict=True):
                 tensor.copy_(memory.host, non_blocking=True)
                 memory.here, memory.version = tensor, tensor._version

@@ -24,14 +24,19 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, state: FlatState, index: int) -> Tensor:
         ctx.state, ctx.index = state, index
-        keep(ctx, x, weight if x.requires_grad else None)
+        saved = (x, weight if x.requires_grad else None)
+        ctx.has_hooks = torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
+        if ctx.has_hooks:
+            keep(ctx, *saved)
+        else:
+            ctx.to_save = saved  # what `save_for_backward` does, without a call
         out = F.linear(x, weight, bias)
         # Autograd forbids in-place changes of a view that a custom function returns, and such an activation may follow.
         return torch.ops.aten._unsafe_view(out, out.shape) if out._is_view() else out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = kept(ctx)
+        x, weight = kept(ctx) if ctx.has_hooks else ctx.saved_tensors
         rows = grad.reshape(-1, grad.shape[-1])
         inputs = x.reshape(-1, x.shape[-1])
         gradient, param = ctx.state.gradient, ctx.state.compute_params[ctx.index]
@@ -59,8 +64,10 @@ class _Linear(torch.autograd.Function):
         )
 
 
-# `Function.apply` without its slow Python code for functorch; `_forward` checks for functorch instead.
+# `Function.apply` without its slow Python code for functorch; `_forward` checks for functorch instead. The backward is
+# called by autograd directly, without the two functions in between that look for it.
 _apply_linear: Any = super(torch.autograd.Function, _Linear).apply
+_Linear._backward_cls.apply = _Linear.backward  # type: ignore[attr-defined]
 
 
 def install_direct_gradients(units: Iterable[Unit], modules: dict[str, nn.Module]) -> None:
@@ -86,7 +93,7 @@ def _forward(module: Any, state: FlatState, index: int) -> Any:
 
     def forward(input: Tensor) -> Tensor:  # noqa: A002, nn.Linear's own name for it
         if (
-            torch.compiler.is_compiling()
+            torch.compiler.is_dynamo_compiling()
             or parameters.get("weight") is not param
             or "bias" not in parameters
             or not (torch.is_grad_enabled() and param.requires_grad)

@@ -10,8 +10,8 @@ with its effect on memory: `_start_in_turn`, `_finish`, `lose`, `was_updated`, `
 
 from collections import deque
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ from ..schedule.state_bytes import NUM_STAGED
 from ..schedule.step_schedule import NUM_ROW_SLOTS, Schedule, aligned
 from ..schedule.unit_status import FlatGather, UnitStatus, Weights
 from ..unit.state import Unit
-from ..wire.collectives import HopChain
+from ..wire.collectives import HopChain, Work
 from .streams import Lane, Mark, host_waits_for
 from .updates import HostJobs
 
@@ -32,13 +32,19 @@ from .updates import HostJobs
 LOST = 1
 
 
-class GatherInFlight(NamedTuple):
-    """A gather that has started. `staged`: host memory to be copied to the device. `row_slot`: for encoded rows."""
+@dataclass(slots=True, eq=False)
+class Gather:
+    """A gather of flats of a unit, prepared once: for each flat this rank's work before it, and its hops. `staged`:
+    host memory to be copied to the device. `row_slot`: the number of the memory for encoded rows.
 
-    hop_chains: list[HopChain]
-    queued: Mark
+    While it is in flight, `queued` is the point after what was queued, and `is_over` says that this was everything.
+    """
+
+    parts: list[tuple[list[Work], HopChain]]
     staged: Tensor | None
-    row_slot: Tensor | None
+    row_slot: int | None
+    queued: Mark = None
+    is_over: bool = False
 
 
 class Gathers:
@@ -66,15 +72,16 @@ class Gathers:
         self.num_updates = 0
         self.is_captured = False
         # The gathers of units that are GATHERING, in the order in which they started.
-        self._in_flight: dict[int, GatherInFlight] = {}
+        self._in_flight: dict[int, Gather] = {}
+        # By unit, flats, row slot, and address of the staged memory.
+        self._prepared: dict[tuple[int, tuple[FlatGather, ...], int | None, int], Gather] = {}
         # Units to gather before any other: they were postponed while the host updated them.
         self._postponed: deque[int] = deque()
-        self._row_slots = deque(self.memory.row_slots)
+        self._row_slots = deque(range(NUM_ROW_SLOTS))
         self.is_staged = [any(state.flat.is_staged for state in unit.states) for unit in units]
         self._masters_version = self._version_of_masters()
         for unit in units:
-            unit.show_user_params()
-            unit.stamp(LOST)
+            unit.show_user_params(LOST)
 
     def make_ready(self, index: int, pass_: Pass, ahead: Sequence[int] = (), computes: bool = True) -> None:
         """Gather a unit and start the gathers of the units `ahead`. If this rank runs the unit (`computes`), register
@@ -83,12 +90,15 @@ class Gathers:
         Gathers start up to the first unit that the host still updates; the others are postponed. On another rank that
         update may be done already, so postponed gathers start before any other, and before `settle` waits.
         """
-        self.start(index, pass_, needed_now=True)
+        statuses = self.statuses
+        if not statuses[index].is_ready(pass_):
+            self.start(index, pass_, needed_now=True)
         for position, other in enumerate(ahead):
-            if not self._host_jobs.is_updated(self._units[other]):
+            if self.wait_for_host and not self._host_jobs.is_updated(self._units[other]):
                 self._postponed.extend(unit for unit in ahead[position:] if unit not in self._postponed)
                 break
-            self.start(other, "forward", needed_now=False)
+            if not statuses[other].is_ready("forward"):
+                self.start(other, "forward", needed_now=False)
         (self.show if computes else self.arrive)(index)
 
     def lend(self, index: int) -> None:
@@ -106,7 +116,8 @@ class Gathers:
 
     def show(self, index: int) -> None:
         """Wait for a unit's gather, if it is in flight, and register its compute parameters in the modules."""
-        self.arrive(index)
+        if self.statuses[index].weights is Weights.GATHERING:
+            self._finish(index)
         self._units[index].show_compute()
 
     def start_first(self) -> None:
@@ -116,13 +127,13 @@ class Gathers:
         for index in self.schedule.after_step:
             if any(state.flat.host_updates for state in self._units[index].trainable_states):
                 return
-            if not (self.is_captured and self.statuses[index].plan.gives_back):
+            status = self.statuses[index]
+            if not (self.is_captured and status.plan.gives_back) and not status.is_ready("forward"):
                 self.start(index, "forward", needed_now=False)
 
     def start(self, index: int, pass_: Pass, needed_now: bool) -> None:
+        """Start the gather of a unit that is not ready."""
         status = self.statuses[index]
-        if status.is_ready(pass_):
-            return
         if self._postponed:
             # Postponed gathers are for a forward. One of them may be this unit's, and serve a backward as well.
             self._start_postponed(before=index if pass_ == "forward" else None)
@@ -140,8 +151,9 @@ class Gathers:
 
     def _start_in_turn(self, status: UnitStatus, pass_: Pass, needed_now: bool) -> None:
         index, unit = status.index, self._units[status.index]
-        for state in unit.trainable_states:
-            self._host_jobs.await_update_of(state)
+        if self.wait_for_host:
+            for state in unit.trainable_states:
+                self._host_jobs.await_update_of(state)
         blocker = None if status.slot is None else status.slots.get(status.slot)
         if blocker is not None and blocker is not status:
             if not blocker.num_computing:
@@ -150,56 +162,80 @@ class Gathers:
                 self._leave_slot(status, f"{blocker.plan.name!r}, which shares its memory, is computing")
             else:
                 return
-        self.arrive(index)
+        if status.weights is Weights.GATHERING:
+            self._finish(index)
         todo = status.start_gather(pass_)
-        if not [gather for gather in todo if not unit.states[gather.at].flat.master_is_whole]:
+        moves = needs_rows = False
+        for at, _, is_encoded in todo:
+            moves = moves or not unit.states[at].flat.master_is_whole
+            needs_rows = needs_rows or is_encoded
+        if not moves:
             status.finish_gather()
             unit.stamp(status.version)
             return
-        row_slot: Tensor | None = None
-        if any(gather.is_encoded for gather in todo):
+        row_slot: int | None = None
+        if needs_rows:
             while not self._row_slots:
                 self._finish(next(index for index, gather in self._in_flight.items() if gather.row_slot is not None))
             row_slot = self._row_slots.popleft()
-        with self.lane.after_compute().named(f"gather {unit.name}"):
-            self.memory.fetch(index)
-            hop_chains: list[HopChain] = []
+        with self.lane.after_compute(f"gather {unit.name}"):
+            if status.slot is None:
+                self.memory.fetch(index)
             place: Tensor | None = None
             staged: dict[Flat, Tensor] = {}
             if self.is_staged[index] and (wanted := self._wanted_from_disk(index, todo)):
                 place, staged = self._host.take_staged(wanted)
-            rows = [] if row_slot is None else cut(row_slot, [flat.gathered_row_bytes for flat in status.plan.flats])
-            for at, is_stale, is_encoded in todo:
-                state = unit.states[at]
-                if not state.flat.master_is_whole:
-                    # No lookup without need: hashing a flat takes time, because it has many fields.
-                    read = staged.get(state.flat) if staged else None
-                    encoded = rows[at] if is_encoded else None
-                    hop_chains.append(state.start_gather(is_stale, read, encoded, self._channels))
-            if not self._defers:
-                for hop_chain in hop_chains:
-                    hop_chain.go_to_last()
+            key = (index, todo, row_slot, 0 if place is None else place.data_ptr())
+            gather = self._prepared.get(key)
+            if gather is None:
+                gather = self._prepared[key] = Gather(self._parts(unit, todo, row_slot, staged), place, row_slot)
+            for works, hop_chain in gather.parts:
+                for work in works:
+                    work()
+                hop_chain.run_to(hop_chain.first)
+            for _, hop_chain in () if self._defers else gather.parts:
+                if hop_chain.at < hop_chain.last:
+                    hop_chain.run_to(hop_chain.last)
+            gather.is_over = False
             if row_slot is not None and self.lane.queues:
                 # Decode on the lane, not in the waiting computation. The row slot's next use is queued behind it.
-                for hop_chain in hop_chains:
-                    hop_chain.finish()
+                for _, hop_chain in gather.parts:
+                    hop_chain.run_to(hop_chain.end)
                 self._row_slots.append(row_slot)
-                hop_chains, row_slot = [], None
-            self._in_flight[index] = GatherInFlight(hop_chains, self.lane.mark(), place, row_slot)
+                gather.is_over = True
+            gather.queued = self.lane.mark()
+            self._in_flight[index] = gather
+
+    def _parts(
+        self, unit: Unit, todo: Iterable[FlatGather], row_slot: int | None, staged: dict[Flat, Tensor]
+    ) -> list[tuple[list[Work], HopChain]]:
+        """Prepare the gathers of a unit's flats."""
+        rows: list[Tensor] = []
+        if row_slot is not None:
+            rows = cut(self.memory.row_slots[row_slot], [state.flat.gathered_row_bytes for state in unit.states])
+        gathered = [each for each in todo if not unit.states[each.at].flat.master_is_whole]
+        return [
+            state.gather(is_stale, staged.get(state.flat), rows[at] if is_encoded else None, self._channels)
+            for state, (at, is_stale, is_encoded) in [(unit.states[each.at], each) for each in gathered]
+        ]
 
     def _finish(self, index: int) -> None:
         gather = self._in_flight.pop(index)
-        self.lane.compute_waits_for(gather.queued)
-        for hop_chain in gather.hop_chains:
-            hop_chain.go_to_last()
-        for hop_chain in gather.hop_chains:
-            hop_chain.finish()
-        if gather.row_slot is not None:
-            self._row_slots.append(gather.row_slot)
+        if gather.queued is not None:
+            self.lane.compute_waits_for(gather.queued)
+        if not gather.is_over:
+            for _, hop_chain in gather.parts:
+                if hop_chain.at < hop_chain.last:
+                    hop_chain.run_to(hop_chain.last)
+            for _, hop_chain in gather.parts:
+                hop_chain.run_to(hop_chain.end)
+            if gather.row_slot is not None:
+                self._row_slots.append(gather.row_slot)
         if gather.staged is not None:
             self._host.staging.give_back(gather.staged, wait=partial(host_waits_for, gather.queued))
-        self.statuses[index].finish_gather()
-        self._units[index].stamp(self.statuses[index].version)
+        status = self.statuses[index]
+        status.finish_gather()
+        self._units[index].stamp(status.version)
 
     def settle(self) -> None:
         """Wait for every gather in flight."""
@@ -235,10 +271,10 @@ class Gathers:
 
     def lose(self, status: UnitStatus) -> None:
         """Make a unit SHARDED: its gathered memory is about to be used by another unit, or released."""
-        self.arrive(status.index)
+        if status.weights is Weights.GATHERING:
+            self._finish(status.index)
         status.lose()
-        self._units[status.index].show_user_params()
-        self._units[status.index].stamp(LOST)
+        self._units[status.index].show_user_params(LOST)
 
     def _leave_slot(self, status: UnitStatus, why: str) -> None:
         """Move a unit from its slot to memory of its own. `why` is for the error, if that is not possible now."""
@@ -250,6 +286,7 @@ class Gathers:
         self.lose(status)
         status.move(status.plan, None)
         self.memory.give_own(status)
+        self._prepared.clear()
 
     def refuse_own_weights(self, index: int, outputs: list[Tensor]) -> None:
         """Refuse a unit that returns its own weights: another unit uses their memory next."""
@@ -257,10 +294,10 @@ class Gathers:
         if slot is None:
             return
         place = self.memory.slots[slot].untyped_storage().data_ptr()
-        strided = [tensor for tensor in outputs if tensor.layout == torch.strided]
-        if place in [tensor.untyped_storage().data_ptr() for tensor in strided]:
-            returns = f"unit {self._units[index].name!r} returns one of its own weights, whose memory others take next"
-            raise StateError(f"{returns}: return a copy (.clone()), or choose units= so that both uses lie in one")
+        for tensor in outputs:
+            if tensor.layout == torch.strided and tensor.untyped_storage().data_ptr() == place:
+                returns = f"unit {self._units[index].name!r} returns one of its own weights, whose memory others take"
+                raise StateError(f"{returns}: return a copy (.clone()), or choose units= so that both uses lie in one")
 
     # Between steps.
 
@@ -303,6 +340,7 @@ class Gathers:
             status.rounded.clear()
             status.move(plan, slot)
         self.memory.arrange(schedule)
+        self._prepared.clear()
 
 
 class GatherMemory:

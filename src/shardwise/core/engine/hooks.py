@@ -39,7 +39,7 @@ class _UnitHooks:
         is_leaf = not engine.schedule.units[index].holds_units
         self._inner = [module for module in unit.module.modules() if is_leaf and module is not unit.module]
         # The inputs of this forward, with their grad_fn: an input that is returned unchanged is no output of the unit.
-        self._given: dict[Tensor, Any] = {}
+        self._given: dict[int, tuple[Tensor, Any]] = {}
         self._watched: set[nn.Module] = set()
         self._num_looks = NUM_LOOKS
         # Tensors that leave this forward other than as its output: through the user's hooks, or as module attributes.
@@ -51,10 +51,13 @@ class _UnitHooks:
     def before(self, module: nn.Module, args: Any, kwargs: Any = None) -> None:
         self._kept_casts.append(torch.is_autocast_cache_enabled())
         torch.set_autocast_cache_enabled(False)
-        if _is_recompute():
+        if torch._C._current_graph_task_id() != -1:  # a recompute
             self._engine.gathers.make_ready(self._index, "backward")
         else:
-            self._given = {value: value.grad_fn for value in args if isinstance(value, Tensor)}
+            self._given = given = {}
+            for value in args:
+                if isinstance(value, Tensor):
+                    given[id(value)] = (value, value.grad_fn)
             for inner in self._inner:
                 if inner._forward_hooks and inner not in self._watched:
                     self._watched.add(inner)
@@ -62,7 +65,8 @@ class _UnitHooks:
             if torch._C._are_functorch_transforms_active():
                 self._enter_transform()
             self._engine.before_forward(self._index)
-            self._engine.activations.before(self._index)
+            if self._engine.activations.hosted:
+                self._engine.activations.before(self._index)
 
     def _enter_transform(self) -> None:
         """Refuse a transform of torch.func (vmap, jvp) if a gather would run inside it, because it traces every
@@ -103,18 +107,22 @@ class _UnitHooks:
             torch.set_autocast_cache_enabled(self._kept_casts.pop())
         if output is None and self._engine.precision.compute != FP32:
             _explain(sys.exception(), self._unit.name, self._engine.precision)
-        if _is_recompute():
+        if torch._C._current_graph_task_id() != -1:  # a recompute
             return
-        self._engine.activations.after(self._index)
-        found = list(tensors_in(output))
+        if self._engine.activations.hosted:
+            self._engine.activations.after(self._index)
+        found = [output] if isinstance(output, Tensor) else list(tensors_in(output))
         self._engine.gathers.refuse_own_weights(self._index, found)
         given, self._given = self._given, {}
-        recorded = [tensor for tensor in found if tensor.grad_fn is not given.get(tensor)]
+        candidates = found
         if self._num_looks or self._keepers or self._seen_by_hooks:
-            recorded += [*self._kept_by_modules(), *self._seen_by_hooks]
+            candidates = [*found, *self._kept_by_modules(), *self._seen_by_hooks]
             self._seen_by_hooks.clear()
-        is_transformed = torch._C._are_functorch_transforms_active()
-        recorded = [tensor for tensor in recorded if tensor.grad_fn is not None and not is_transformed]
+        recorded = []
+        for tensor in () if torch._C._are_functorch_transforms_active() else candidates:
+            _, recorder = given.get(id(tensor), (None, None))
+            if tensor.grad_fn is not None and tensor.grad_fn is not recorder:
+                recorded.append(tensor)
         call = self._engine.after_forward(self._index, bool(recorded))
         if call is not None:
             for tensor in recorded:

@@ -21,7 +21,7 @@ from ..schedule.step_schedule import NUM_OFFLOADED_GRADS, NUM_REDUCTIONS, Schedu
 from ..schedule.unit_status import UnitStatus
 from ..unit.gradient import Room
 from ..unit.state import FlatState, Unit
-from ..wire.collectives import finish, start_all_reduce
+from ..wire.collectives import all_reduce
 from .gathers import cut
 from .streams import Lane, Mark, PendingHostCopy, host_waits_for
 from .updates import HostJobs
@@ -114,11 +114,10 @@ class Reductions:
         self._release_taken()
         self._release_left(NUM_OFFLOADED_GRADS - 2)  # two more are being written and reduced
         states = unit.trainable_states
-        taken = [state.take_gradients() for state in states]
+        taken = list(map(FlatState.take_gradients, states))
         if torch.is_grad_enabled():  # create_graph=True: gradients have graphs of their own
             taken = [[None if grad is None else grad.detach() for grad in grads] for grads in taken]
-        lane = self._lane.after_compute().after(*self.memory.freed.get(slot, ()))
-        with lane.named(f"reduce {unit.name}"):
+        with self._lane.after_compute().after(*self.memory.freed.get(slot, ()), name=f"reduce {unit.name}"):
             hop_chains = [
                 state.gradient.start_reduction(grads, is_sync, self._channels, self.memory.scratch)
                 for state, grads in zip(states, taken, strict=True)
@@ -130,7 +129,8 @@ class Reductions:
             self._finish_oldest()
         else:
             for hop_chain in hop_chains:
-                hop_chain.go_to_last()
+                if hop_chain.at < hop_chain.last:
+                    hop_chain.run_to(hop_chain.last)
 
     def _release_taken(self) -> None:
         """Drop autograd's gradients. Their memory belongs to the compute stream, which waits until they are read."""
@@ -140,7 +140,7 @@ class Reductions:
 
     def _finish_oldest(self) -> None:
         states, is_sync, slot, mark = self._started.popleft()
-        with self._finish_lane.after(mark, *(self.arrived.get(state) for state in states)):
+        with self._finish_lane.after(mark, *map(self.arrived.get, states)):
             for state in states:
                 state.gradient.finish_reduction()
         marks = self._leave(states)
@@ -159,7 +159,7 @@ class Reductions:
             return (mark,)
         for state in leaving:
             self._await_update(state)
-        with self._leave_lane.after(mark).named(f"leave {states[0].unit_name}"):
+        with self._leave_lane.after(mark, name=f"leave {states[0].unit_name}"):
             for state in leaving:
                 state.gradient.leave()
         left = self._leave_lane.mark_for_host()
@@ -236,7 +236,7 @@ class Reductions:
             mine = torch.tensor([*used, 0], dtype=torch.int32) if left_out else self.all_used
             flags = mine.to(self._device, copy=True)
             flags[-1:].fill_(settings)
-            finish(start_all_reduce(self._channels["world"], flags, "which parameters were used", sums=True))
+            all_reduce(self._channels["world"], flags, "which parameters were used", sums=True).run()
             if not is_recorded:
                 self._sum = (PendingHostCopy(flags[-1]), settings)
         if self._device.type == "cpu":
@@ -301,7 +301,7 @@ class Reductions:
         """Return the lane of updates, which now waits for the reductions of `states`, not for others. Unless the update
         is early, it also waits for all work queued on the compute stream so far, because that may read weights."""
         lane = self._update_lane.after(self._forward_began) if early else self._update_lane.after_compute()
-        return lane.after(*(self._finished.get(state) for state in states))
+        return lane.after(*map(self._finished.get, states))
 
     def close_step(self) -> None:
         self.wait()

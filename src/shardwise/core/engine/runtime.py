@@ -237,7 +237,10 @@ class Engine:
         """Bring the backward to `call` (None: to its end). Close the forwards whose backward has run, and run the
         collectives of units that this rank skipped. A unit that holds others comes after those inside it."""
         units = self.schedule.units
-        ended = [other for other in self._opened if call is None or other.began > call.ended]
+        ended = []
+        for other in self._opened:
+            if call is None or other.began > call.ended:
+                ended.append(other)
         ended.sort(key=attrgetter("began"), reverse=True)
         for other in ended:
             if not units[other.unit].holds_units:
@@ -246,7 +249,8 @@ class Engine:
             position = -1 if call is None else self.schedule.position_of[call.unit]
             passed = self.schedule.order[position + 1 : self._backward_at]
             self._backward_at = min(self._backward_at, max(position, 0))
-            for status in [self.statuses[index] for index in reversed(passed)]:
+            for index in reversed(passed):
+                status = self.statuses[index]
                 if status.is_complete:
                     continue
                 if not status.num_computing and not self._may_still_reach(status, call):
@@ -271,7 +275,8 @@ class Engine:
     def _enter_backward(self, index: int, receive: Callable[[int], None]) -> None:
         """Start the collectives before a unit's backward: the same on a rank that computes it and one that does not."""
         for other in self.schedule.before_backward[index]:
-            self.gathers.start(other, "backward", needed_now=other == index)
+            if not self.statuses[other].is_ready("backward"):
+                self.gathers.start(other, "backward", needed_now=other == index)
         if self.gathers.is_staged[index]:
             self.gathers.read_ahead(index, "backward")
         self.reductions.start_complete(self.is_sync)
@@ -307,7 +312,7 @@ class Engine:
         # Units that hold others and whose weights were encoded for the forward are gathered again. Every rank does it
         # now, because the ranks' backwards may not reach the same units.
         for index in self.schedule.read_holders:
-            if self.statuses[index].rounded:
+            if not self.statuses[index].is_ready("backward") and self.statuses[index].rounded:
                 self.gathers.start(index, "backward", needed_now=False)
         torch.autograd.Variable._execution_engine.queue_callback(self.end_backward)
 
@@ -318,8 +323,10 @@ class Engine:
         call.closed_in = self._num_backwards
         call.is_spent = not torch._C._autograd._get_current_graph_task_keep_graph()
         status.num_computing -= 1
-        others = [other for other in status.live_forwards() if other.closed_in != self._num_backwards]
-        if not status.num_computing and not others:
+        for other in status.live_forwards():
+            if other.closed_in != self._num_backwards:
+                return
+        if not status.num_computing:
             self.units[call.unit].show_user_params()
             self._end_unit(status)
 

@@ -6,14 +6,19 @@ once, and collectives run in the process group's own threads.
 """
 
 from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import profiler
 from torch.profiler import record_function
 
+# Does what entering torch.cuda.stream does, at a tenth of its cost. A torch without CUDA does not have it.
+make_current: Any = getattr(torch._C, "_cuda_setStream", None)
+# The events of torch.cuda without their layer of Python: a step records and awaits many of them.
+Event: Any = torch.cuda.Event.__base__
 # A point on a lane. None on a CPU: there is nothing to wait for.
-Mark = torch.cuda.Event | None
+Mark = Any
 
 
 class Lane:
@@ -21,61 +26,64 @@ class Lane:
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        # One event, recorded again each time: `wait_event` means the last recording before the call.
-        self._begin = None if self._stream is None else torch.cuda.Event()
+        self._index = -1 if self._stream is None else self._stream.device_index
+        # True on a GPU: a wait on this lane is queued like other work, and does not block the caller.
+        self.queues = self._stream is not None
+        # One event, recorded again each time: to wait for it means its last recording before the call.
+        self._begin = None if self._stream is None else Event()
         self._outside = (0, 0, 0)
         self._has_work = False
         self._range: record_function | None = None
-
-    @property
-    def queues(self) -> bool:
-        """True on a GPU: a wait on this lane is queued like other work, and does not block the caller."""
-        return self._stream is not None
-
-    def named(self, name: str) -> "Lane":
-        """Show the work inside `with` under this name in profiler traces. It costs nothing while no profiler runs."""
-        if profiler._is_profiler_enabled:  # also if it was started by another thread for all threads
-            self._range = record_function(f"shardwise::{name}")
-        return self
 
     def __enter__(self) -> None:
         if self._range is not None:
             self._range.__enter__()
         if self._stream is not None:
             self._has_work = True
-            self._outside = torch._C._cuda_getCurrentStream(self._stream.device_index)
-            _make_current(self._stream.stream_id, self._stream.device_index, self._stream.device_type)
+            self._outside = torch._C._cuda_getCurrentStream(self._index)
+            stream_id, device_type = self._stream.stream_id, self._stream.device_type
+            make_current(stream_id=stream_id, device_index=self._index, device_type=device_type)
 
     def __exit__(self, *_: object) -> None:
         if self._stream is not None:
-            _make_current(*self._outside)
+            stream_id, device_index, device_type = self._outside
+            make_current(stream_id=stream_id, device_index=device_index, device_type=device_type)
         if self._range is not None:
             self._range.__exit__(None, None, None)
             self._range = None
 
-    def after_compute(self) -> "Lane":
-        """Let the next work of this lane run after everything that is queued on the compute stream so far."""
-        if self._stream is not None and self._begin is not None:
-            self._begin.record(_current_stream(self._stream.device_index))
-            self._stream.wait_event(self._begin)
+    def after_compute(self, name: str = "") -> "Lane":
+        """Let the next work of this lane run after everything that is queued on the compute stream so far. The work has
+        this name in profiler traces."""
+        if self._begin is not None:
+            self._begin.record(current_stream(self._index))
+            self._begin.wait(self._stream)
+        if name and profiler._is_profiler_enabled:  # also if it was started by another thread for all threads
+            self._range = record_function(f"shardwise::{name}")
         return self
 
-    def after(self, *marks: Mark) -> "Lane":
+    def after(self, *marks: Mark, name: str = "") -> "Lane":
         """Let the next work of this lane run after these points of other lanes."""
         for mark in marks:
-            if self._stream is not None and mark is not None:
-                self._stream.wait_event(mark)
+            if mark is not None:
+                mark.wait(self._stream)
+        if name and profiler._is_profiler_enabled:
+            self._range = record_function(f"shardwise::{name}")
         return self
 
     def mark(self) -> Mark:
         """A point on the lane, for `compute_waits_for`."""
-        return None if self._stream is None else self._stream.record_event()
+        if self._stream is None:
+            return None
+        mark = Event()
+        mark.record(self._stream)
+        return mark
 
     def mark_for_host(self) -> Mark:
         """A point on the lane that the host can wait for without using a processor."""
         if self._stream is None:
             return None
-        mark = torch.cuda.Event(blocking=True)
+        mark = Event(blocking=True)
         mark.record(self._stream)
         return mark
 
@@ -92,12 +100,12 @@ class Lane:
 
     def mark_compute(self) -> Mark:
         """A point on the compute stream."""
-        return None if self._stream is None else _current_stream(self._stream.device_index).record_event()
+        return None if self._stream is None else current_stream(self._index).record_event()
 
     def compute_waits_for(self, *marks: Mark) -> None:
         for mark in marks:
-            if self._stream is not None and mark is not None:
-                _current_stream(self._stream.device_index).wait_event(mark)
+            if mark is not None:
+                mark.wait(current_stream(self._index))
 
 
 def host_waits_for(mark: Mark) -> None:
@@ -117,7 +125,7 @@ class PendingHostCopy:
             # Pinned, else the copy would wait here. The host allocator keeps it until the copy is over.
             self._host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
             self._host.copy_(tensor.detach(), non_blocking=True)
-            self._arrived = _current_stream(tensor.device.index).record_event()
+            self._arrived = current_stream(tensor.device.index).record_event()
         else:
             self._host = tensor.detach().clone()
 
@@ -126,16 +134,11 @@ class PendingHostCopy:
         return self._host.double().reshape(-1).tolist()
 
 
-def _make_current(stream_id: int, device_index: int, device_type: int) -> None:
-    """Do what entering torch.cuda.stream does, at a tenth of its cost."""
-    torch._C._cuda_setStream(stream_id=stream_id, device_index=device_index, device_type=device_type)
-
-
 # A cache: to make a stream object costs more than to use it, and a process has only a few.
 _streams: dict[tuple[int, int, int], torch.cuda.Stream] = {}
 
 
-def _current_stream(device_index: int) -> torch.cuda.Stream:
+def current_stream(device_index: int) -> torch.cuda.Stream:
     key = torch._C._cuda_getCurrentStream(device_index)
     if key not in _streams:
         _streams[key] = torch.cuda.Stream(stream_id=key[0], device_index=key[1], device_type=key[2])

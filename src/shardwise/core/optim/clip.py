@@ -16,7 +16,7 @@ from ...base.errors import ConfigurationError
 from ..unit.carrier import Channels
 from ..unit.gradient import sum_of_squares
 from ..unit.state import FlatState
-from ..wire.collectives import finish, start_all_gather, start_all_reduce
+from ..wire.collectives import all_gather, all_reduce
 
 Axes = tuple[str, ...]
 
@@ -104,10 +104,10 @@ def _over_ranks(row: Tensor, axes: Axes, channels: Channels, norm_type: float) -
             # Gathered: a communicator's own maximum may lose a NaN.
             rows = row.new_zeros(channel.num_ranks, row.numel())
             rows[channel.index] = row
-            finish(start_all_gather(channel, rows.view(-1), "the gradients' norm"))
+            all_gather(channel, rows.view(-1), "the gradients' norm").run()
             row = rows.amax(0)
         else:
-            finish(start_all_reduce(channel, row, "the gradients' norm", sums=True))
+            all_reduce(channel, row, "the gradients' norm", sums=True).run()
     return row
 
 

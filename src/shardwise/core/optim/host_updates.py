@@ -111,7 +111,7 @@ class HostUpdates:
             stored["step"] += 1
             group = each.group
             numbers = (group["lr"], *group["betas"], group["eps"], group["weight_decay"])
-            lr, beta1, beta2, eps, decay = (float(number) for number in numbers)
+            lr, beta1, beta2, eps, decay = map(float, numbers)
             flags = (decoupled, bool(group.get("maximize")), bool(group.get("fused")))
             settings = AdamSettings(lr, beta1, beta2, eps, decay, *flags, int(stored["step"]))
             is_next = in_rows and last is not None and each.index == last.index + 1 and runs[-1][1] == settings

@@ -413,7 +413,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _hand_over_gradients(states: list[FlatState]) -> None:
         for state in states:
             gradient = state.gradient
-            gradient.apply_clip()
+            if gradient.clipped_by is not None:
+                gradient.apply_clip()
             grads = gradient.final_by_param() if gradient.stage == "final" else {}
             for index in state.held:
                 state.resting_params[index].grad = grads[index] if grads and gradient.used[index] else None

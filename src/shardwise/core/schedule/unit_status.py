@@ -82,6 +82,7 @@ class UnitStatus:
     began: int = 0  # the last forward, on the engine's clock
     forwards: list[Callable[[], ForwardCall | None]] = field(default_factory=list)
     is_complete: bool = False  # it gets no more gradients in this backward
+    todos: dict[tuple[object, ...], tuple[FlatGather, ...]] = field(default_factory=dict)  # answers of `todo`
 
     # Questions.
 
@@ -91,28 +92,35 @@ class UnitStatus:
             pass_ == "forward" or not self.rounded
         )
 
-    def todo(self, pass_: Pass) -> list[FlatGather]:
+    def todo(self, pass_: Pass) -> tuple[FlatGather, ...]:
         """The flats to gather for a pass."""
-        todo = []
         is_held, is_old = self.weights is not Weights.SHARDED, self.copy_is_old
+        key = (pass_, is_held, is_old, *self.rounded)
+        if key in self.todos:
+            return self.todos[key]
+        todo = []
         for at, flat in enumerate(self.plan.flats):
             is_there = is_held and not (is_old and flat.trainable)
             if is_there and (pass_ == "forward" or at not in self.rounded):
                 continue
             todo.append(FlatGather(at, flat.trainable and is_old, flat.is_encoded_for(pass_)))
-        return todo
+        self.todos[key] = tuple(todo)
+        return self.todos[key]
 
     def live_forwards(self) -> list[ForwardCall]:
         """Forwards that a backward may still run through."""
-        if not self.forwards:
-            return []
-        found = [call for call in [ref() for ref in self.forwards] if call is not None and not call.is_spent]
-        self.forwards = [weakref.ref(call) for call in found]
+        found = []
+        for ref in self.forwards:
+            call = ref()
+            if call is not None and not call.is_spent:
+                found.append(call)
+        if len(found) < len(self.forwards):
+            self.forwards = [weakref.ref(call) for call in found]
         return found
 
     # Transitions.
 
-    def start_gather(self, pass_: Pass) -> list[FlatGather]:
+    def start_gather(self, pass_: Pass) -> tuple[FlatGather, ...]:
         """Become GATHERING for a pass; returns the flats to gather. Another unit in the slot becomes SHARDED."""
         if self.slot is not None:
             other = self.slots.get(self.slot)
@@ -150,6 +158,7 @@ class UnitStatus:
         """Take the plan and the slot of a new schedule (None: memory of its own). Nothing is gathered there yet."""
         self.lose()
         self.plan, self.slot = plan, slot
+        self.todos.clear()
 
 
 def statuses_of(schedule: Schedule) -> list[UnitStatus]:

@@ -23,7 +23,7 @@ from ...base.errors import ConfigurationError
 from ...base.intervals import cuts
 from ..schedule.flat import Flat
 from ..schedule.step_schedule import NORM_ELEMS
-from ..wire.collectives import HopChain
+from ..wire.collectives import Collective, HopChain, Work
 from .carrier import Carrier, Channels
 
 # A flat's memory in a reduction slot: for its gradient (`Flat.reduces_in_slot`), and for encoded rows.
@@ -96,6 +96,10 @@ class Gradient:
         # Views of each buffer that a backward may write (key: number of a reduction slot, or None for `grads`): one
         # for each parameter, and those of the padding.
         self._places_in: dict[int | None, tuple[tuple[Tensor, ...], tuple[Tensor, ...]]] = {}
+        # The collectives of a reduction and the memory of its result, by the number of the slot, whether nothing is in
+        # `grads` before, and whether this is the last micro-batch. They are prepared once: slots keep their tensors.
+        self._slot: int | None = None
+        self._chains: dict[tuple[int | None, bool, bool], tuple[HopChain, Tensor]] = {}
         # The collectives in flight, the memory that will hold the result, and whether the result is final.
         self._in_flight: tuple[HopChain, Tensor, bool] | None = None
         # Where this rank's part lies in the whole buffer, and `final` in `grads`.
@@ -137,7 +141,7 @@ class Gradient:
             self._make_local()
         grads = self.fetch()
         self.square = self.clipped_by = None
-        in_slot, self._rows = room
+        self._slot, (in_slot, self._rows) = slot, room
         self._buffer = buffer = grads if in_slot is None else in_slot
         key = None if in_slot is None else slot
         if key not in self._places_in:
@@ -207,28 +211,35 @@ class Gradient:
         `is_sync`: this is the last micro-batch. `scratch` gives memory for sums of earlier micro-batches that are
         copied back from the host. The caller keeps `taken` alive until it has been copied.
         """
-        flat, carrier, hop_chain, buffer, rows = self.flat, self.carrier, HopChain(), self._buffer, self._rows
+        self._close(taken)
+        key = (self._slot, self.stage == "empty", is_sync)
+        if key not in self._chains:
+            self._chains[key] = self._chain(*key[1:], channels, scratch)
+        hop_chain, part = self._chains[key]
+        self.stage = "local"
+        hop_chain.run_to(hop_chain.first)
+        self._in_flight = (hop_chain, part, is_sync)
+        return hop_chain
+
+    def _chain(
+        self, is_first: bool, is_sync: bool, channels: Channels, scratch: Callable[[int], Tensor]
+    ) -> tuple[HopChain, Tensor]:
+        """Prepare the reduction of what a backward wrote. Also return the memory of the result."""
+        flat, carrier, buffer, rows, hops = self.flat, self.carrier, self._buffer, self._rows, self.flat.reduce_hops
         assert buffer is not None
         assert self.grads is not None
-        self._close(taken)
-        hops, is_first = flat.reduce_hops, self.stage == "empty"
-        self.stage = "local"
+        steps: list[Collective | Work] = []
         if hops:
             is_single = len(hops) == 1 and channels[hops[0].axis].num_ranks > 1
             # Nothing to add to: the collective writes the sum directly to `grads`.
             out = self.grads if is_first and is_single and not flat.grads_on_host else None
-            hop_chain.go(carrier.steps(buffer, 0, hops, channels, rows, out))
-            hop_chain.begin()
+            steps += carrier.steps(buffer, 0, hops, channels, rows, out)
             if out is None:
-                hop_chain.do(partial(self._add_to_grads, buffer[self._in_whole], is_first, scratch))
+                steps.append(partial(self._add_to_grads, buffer[self._in_whole], is_first, scratch))
         part = buffer[self._in_whole] if flat.grads_on_host else self.grads
         if is_sync:
-            hop_chain.go(carrier.steps(part, flat.depth_of_grads, flat.sync_hops, channels, rows))
-        if not hops:
-            # Whole gradients: the first hop of the sync is the reduction itself.
-            hop_chain.begin()
-        self._in_flight = (hop_chain, part, is_sync)
-        return hop_chain
+            steps += carrier.steps(part, flat.depth_of_grads, flat.sync_hops, channels, rows)
+        return HopChain(steps), part
 
     def _add_to_grads(self, part: Tensor, is_first: bool, scratch: Callable[[int], Tensor]) -> None:
         """Add `part`, summed over ranks, to earlier micro-batches. Sums on the host are copied to the device first."""
@@ -247,7 +258,7 @@ class Gradient:
         """Wait for the collectives. After the last micro-batch, the gradient is final."""
         assert self._in_flight is not None
         (hop_chain, part, is_sync), self._in_flight = self._in_flight, None
-        hop_chain.finish()
+        hop_chain.run_to(hop_chain.end)
         if is_sync:
             self._become_final(part)
         elif self.flat.grads_on_host:

@@ -15,8 +15,8 @@ from ...base.intervals import pieces
 from ..offload.arena import temporary_zeros
 from ..offload.host_memory import MASTER, HostMemory, Moves, OffloadedState
 from ..schedule.flat import Buffer, Copy, Flat
-from ..wire.collectives import HopChain
-from ..wire.reference_codecs import decode, encode
+from ..wire.collectives import Collective, HopChain, Work
+from ..wire.reference_codecs import decoder
 from .carrier import Carrier, Channels
 from .gradient import Gradient
 
@@ -164,8 +164,9 @@ class FlatState:
             self.offloaded.start_writing(weights, 0, moves or Moves()).wait()
 
     def take_gradients(self) -> list[Tensor | None]:
-        taken = [param.grad for param in self.compute_params]
+        taken = []
         for param in self.compute_params:
+            taken.append(param.grad)
             param.grad = None
         return taken
 
@@ -177,46 +178,53 @@ class FlatState:
             # `.data` gives the view a version counter of its own: later gathers do not count as in-place changes.
             param.data = whole.data[interval.start : interval.stop].view(spec.shape)
 
-    def start_gather(self, is_stale: bool, staged: Tensor | None, rows: Tensor | None, channels: Channels) -> HopChain:
-        """Start to gather the masters of all ranks into `whole`.
+    def gather(
+        self, is_stale: bool, staged: Tensor | None, rows: Tensor | None, channels: Channels
+    ) -> tuple[list[Work], HopChain]:
+        """Prepare to gather the masters of all ranks into `whole`: return the work of this rank, and what follows.
 
         `staged` holds the bytes that were read from disk. If the flat is sent encoded, `rows` is memory for the encoded
         bytes. They are encoded once for all hops. Every rank computes with decoded values, also for its own part.
         """
-        flat, carrier, hop_chain, route = self.flat, self.carrier, HopChain(), self.flat.route(is_stale)
+        flat, carrier, route = self.flat, self.carrier, self.flat.route(is_stale)
         at_rest, codec = self.whole[self._rest_in_whole], None if rows is None else flat.params_codec
         if rows is not None:
             rows = rows.view(-1, flat.row_bytes)
             at_rest = rows[self._rest_in_whole.start // flat.num_master : self._rest_in_whole.stop // flat.num_master]
-        self._copy_all(route.before, staged, at_rest)
+        before = self._copies(route.before, staged, at_rest)
+        steps: list[Collective | Work] = []
         if rows is not None and codec is not None and (is_stale or not flat.copy_is_encoded):
-            encode(codec, self._own_part, rows[self._own.start // flat.num_master :][:1], carrier.next_seed())
-            hop_chain.go(carrier.row_steps(rows, flat.refresh_hops, channels))
+            before.append(carrier.encoding(codec, self._own_part, rows[self._own.start // flat.num_master :][:1]))
+            steps += carrier.row_steps(rows, flat.refresh_hops, channels)
         elif rows is None and is_stale:
             depth = flat.depth_of_params if route.refreshed == "rest" else 0
             refreshed = self._buffer("rest", staged, at_rest) if route.refreshed == "rest" else self.whole
-            hop_chain.go(carrier.steps(refreshed, depth, flat.refresh_hops, channels))
-        if route.after:
-            hop_chain.do(partial(self._copy_all, route.after, staged, at_rest))
+            steps += carrier.steps(refreshed, depth, flat.refresh_hops, channels)
+        steps += self._copies(route.after, staged, at_rest)
         if rows is not None and codec is not None:
-            hop_chain.go(carrier.row_steps(rows, flat.gather_hops, channels))
-            hop_chain.do(partial(decode, codec, rows, self.whole))
+            steps += carrier.row_steps(rows, flat.gather_hops, channels)
+            steps.append(decoder(codec, rows, self.whole))
         else:
-            hop_chain.go(carrier.steps(self.whole, 0, flat.gather_hops, channels))
-        hop_chain.begin()
-        return hop_chain
+            steps += carrier.steps(self.whole, 0, flat.gather_hops, channels)
+        return before, HopChain(steps)
 
-    def _copy_all(self, copies: Sequence[Copy], staged: Tensor | None, at_rest: Tensor) -> None:
+    def _copies(self, copies: Sequence[Copy], staged: Tensor | None, at_rest: Tensor) -> list[Work]:
+        """Prepare the copies of a route."""
+        found: list[Work] = []
         for target, source in copies:
             values = self._buffer(source, staged, at_rest)
-            if target != "disk":
-                self.carrier.copy(self._buffer(target, staged, at_rest), values)
-                continue
-            # Here only if the optimizer is split further than the parameters.
-            assert self.offloaded is not None
-            values, moves = values.cpu(), self.offloaded.memory.moves
-            moves.add("to_host", values.nbytes)
-            self.offloaded.start_writing(values, 0, moves).wait()
+            if target == "disk":
+                found.append(partial(self._write_rest, values))
+            else:
+                found.append(self.carrier.copying(self._buffer(target, staged, at_rest), values))
+        return found
+
+    def _write_rest(self, values: Tensor) -> None:
+        """Write the copy at rest to disk. Here only if the optimizer is split further than the parameters."""
+        assert self.offloaded is not None
+        values, moves = values.cpu(), self.offloaded.memory.moves
+        moves.add("to_host", values.nbytes)
+        self.offloaded.start_writing(values, 0, moves).wait()
 
     def _buffer(self, name: Buffer, staged: Tensor | None, at_rest: Tensor) -> Tensor:
         """The tensor that a route calls `name`."""
@@ -244,6 +252,9 @@ class Unit:
         # True if some of its modules write their gradients directly into the memory that is reduced.
         self.writes_directly = False
         self._compute_params = tuple(param for state in states for param in state.compute_params)
+        # Those whose memory is not the master, or not the only one.
+        copies = [state for state in states if not state.flat.master_is_whole or state.flat.num_ranks > 1]
+        self._copies = tuple(param for state in copies for param in state.compute_params)
         # Where each parameter is registered, and the two objects that may be there: the compute and the user parameter.
         self._sites: list[tuple[dict[str, nn.Parameter | None], str, nn.Parameter, nn.Parameter]] = []
         for state in states:
@@ -259,7 +270,10 @@ class Unit:
             if registered[attribute] is user:
                 registered[attribute] = compute
 
-    def show_user_params(self) -> None:
+    def show_user_params(self, version: int | None = None) -> None:
+        """Register the user's parameters. With a `version`, also `stamp` the compute parameters."""
+        if version is not None:
+            torch._C._autograd._unsafe_set_version_counter(self._compute_params, (version,) * len(self._compute_params))
         for registered, attribute, compute, user in self._sites:
             if registered[attribute] is compute:
                 registered[attribute] = user
@@ -279,8 +293,10 @@ class Unit:
 
     def was_written(self, version: int) -> bool:
         """True if a forward changed the compute parameters, and the change would be lost or stay on this rank only."""
-        changed = [state for state in self.states for param in state.compute_params if param._version != version]
-        return bool([state for state in changed if not state.flat.master_is_whole or state.flat.num_ranks > 1])
+        for param in self._copies:  # noqa: SIM110, a generator would resume once for each parameter
+            if param._version != version:
+                return True
+        return False
 
     def is_registered_in(self, registered: set[int]) -> bool:
         """True if one of the modules with these parameter dicts holds a parameter of this unit."""

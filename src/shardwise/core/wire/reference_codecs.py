@@ -19,9 +19,9 @@ Elements are processed in pieces, so about 16 MiB of scratch memory are enough f
 
 import ctypes
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache
+from functools import cache, partial
 from types import ModuleType
 from typing import Any
 
@@ -48,41 +48,56 @@ def encode(codec: Codec, values: Tensor, rows: Tensor, seed: int = 0) -> None:
     """Encode `values`, cut into as many equal parts as there are rows, into `rows`: (num_rows, `encoded_bytes` of a
     part). Only stochastic rounding reads the seed: the same seed rounds the same way, so ranks and steps should have
     different ones."""
-    num_elems = _part_elems(codec, rows, values, "values")
-    if not codec.has_scales:
-        rows.view(_plain_dtype(codec, values)).copy_(values.view(len(rows), num_elems))
-    elif values.is_cuda and num_elems:
-        _kernels().encode(codec, values, rows, seed)
-    elif num_elems:
-        (_compiled_encode if is_compiled(codec) else reference_encode)(codec, values, rows, seed)
+    encoder(codec, values, rows)(seed)
 
 
 @torch.no_grad()
 def decode(codec: Codec, rows: Tensor, out: Tensor) -> None:
     """Decode rows into `out`. Values that were sent unencoded must have the dtype of `out`."""
-    num_elems = _part_elems(codec, rows, out, "out")
-    if not codec.has_scales:
-        out.view(len(rows), num_elems).copy_(rows.view(_plain_dtype(codec, out)))
-    elif out.is_cuda and num_elems:
-        _kernels().decode(codec, rows, out, is_sum=False)
-    elif num_elems:
-        for row, part in zip(rows, out.view(len(rows), num_elems), strict=True):
-            _decode_sum(codec, row[None], part)
+    decoder(codec, rows, out)()
 
 
 @torch.no_grad()
 def decode_sum(codec: Codec, rows: Tensor, out: Tensor) -> None:
     """Decode rows of `out`'s size and write their sum to `out`: summed in fp32, in the order of the rows, and rounded
     to the dtype of `out` once. No other memory as large as `out` is needed."""
-    num_elems = _part_elems(codec, rows, out, "out", is_sum=True)
-    if out.is_cuda and num_elems:
-        _kernels().decode(codec, rows, out, is_sum=True)
-    elif num_elems:
-        _decode_sum(codec, rows, out)
+    decoder(codec, rows, out, is_sum=True)()
 
 
-def _decode_sum(codec: Codec, rows: Tensor, out: Tensor) -> None:
-    (_compiled_decode_sum if is_compiled(codec) else reference_decode_sum)(codec, rows, out)
+def encoder(codec: Codec, values: Tensor, rows: Tensor) -> Callable[[int], object]:
+    """Prepare `encode` for these tensors: a function of the seed, to be called any number of times. Their storage may
+    be released and allocated again in between."""
+    num_elems = _part_elems(codec, rows, values, "values")
+    if not codec.has_scales:
+        target, source = rows.view(_plain_dtype(codec, values)), values.view(len(rows), num_elems)
+        return lambda _: target.copy_(source)
+    if not num_elems:
+        return lambda _: None
+    if values.is_cuda:
+        return _kernels().encoder(codec, values, rows)
+    return (
+        _compiled_encoder(codec, values, rows) if is_compiled(codec) else partial(reference_encode, codec, values, rows)
+    )
+
+
+def decoder(codec: Codec, rows: Tensor, out: Tensor, is_sum: bool = False) -> Callable[[], object]:
+    """Prepare `decode`, or with `is_sum` `decode_sum`, for these tensors."""
+    num_elems = _part_elems(codec, rows, out, "out", is_sum)
+    if not codec.has_scales and not is_sum:
+        return partial(out.view(len(rows), num_elems).copy_, rows.view(_plain_dtype(codec, out)))
+    if not num_elems:
+        return lambda: None
+    if out.is_cuda:
+        return _kernels().decoder(codec, rows, out, is_sum)
+    pairs = [(rows, out)] if is_sum else list(zip(rows.split(1), out.split(num_elems), strict=True))
+    if is_compiled(codec):
+        return _compiled_decoder(codec, pairs)
+
+    def run() -> None:
+        for part, target in pairs:
+            reference_decode_sum(codec, part, target)
+
+    return run
 
 
 def reference_encode(codec: Codec, values: Tensor, rows: Tensor, seed: int) -> None:
@@ -279,22 +294,38 @@ def is_compiled(codec: Codec) -> bool:
     return codec.is_integer and not codec.is_asymmetric and not codec.is_stochastic and library() is not None
 
 
-def _compiled_encode(codec: Codec, values: Tensor, rows: Tensor, _: int) -> None:
+def _compiled_encoder(codec: Codec, values: Tensor, rows: Tensor) -> Callable[[int], None]:
     num_elems = values.numel() // len(rows)
     where = parts(codec, num_elems)
-    rows[:, where.payload_bytes : where.scales_at].zero_()
-    rows[:, where.scales_at + 4 * where.num_blocks :].zero_()
-    for row, part in zip(rows, values.view(len(rows), num_elems), strict=True):
-        at = row.data_ptr()
-        job = EncodeJob(part.data_ptr(), at, at + where.scales_at, num_elems, 1.0 / codec.largest, *_codec(codec, part))
-        _in_threads("shardwise_encode", job, where.num_blocks, codec.block)
+    paddings = [rows[:, where.payload_bytes : where.scales_at], rows[:, where.scales_at + 4 * where.num_blocks :]]
+    job = EncodeJob(0, 0, 0, num_elems, 1.0 / codec.largest, *_codec(codec, values))
+    pairs = list(zip(rows.split(1), values.split(num_elems), strict=True))
+    run = _in_threads("shardwise_encode", job, where.num_blocks, codec.block)
+
+    def encode_all(_: int) -> None:
+        torch._foreach_zero_(paddings)
+        for row, part in pairs:
+            job.values, job.payload = part.data_ptr(), row.data_ptr()
+            job.scales = job.payload + where.scales_at
+            run()
+
+    return encode_all
 
 
-def _compiled_decode_sum(codec: Codec, rows: Tensor, out: Tensor) -> None:
-    at, where = rows.data_ptr(), parts(codec, out.numel())
-    sizes = (rows.stride(0), len(rows), out.numel())
-    job = DecodeJob(at, at + where.scales_at, out.data_ptr(), *sizes, *_codec(codec, out))
-    _in_threads("shardwise_decode_sum", job, where.num_blocks, codec.block * len(rows))
+def _compiled_decoder(codec: Codec, pairs: Sequence[tuple[Tensor, Tensor]]) -> Callable[[], None]:
+    """Prepare to write the sum of the rows of each pair to its tensor. All pairs have the same shapes."""
+    rows, out = pairs[0]
+    where = parts(codec, out.numel())
+    job = DecodeJob(0, 0, 0, rows.stride(0), len(rows), out.numel(), *_codec(codec, out))
+    run = _in_threads("shardwise_decode_sum", job, where.num_blocks, codec.block * len(rows))
+
+    def decode_all() -> None:
+        for part, target in pairs:
+            job.payload, job.out = part.data_ptr(), target.data_ptr()
+            job.scales = job.payload + where.scales_at
+            run()
+
+    return decode_all
 
 
 def _codec(codec: Codec, values: Tensor) -> tuple[int, int, int]:
@@ -302,19 +333,13 @@ def _codec(codec: Codec, values: Tensor) -> tuple[int, int, int]:
     return DTYPES[values.dtype], codec.block, 8 if codec.kind == "int8" else 4
 
 
-def _in_threads(name: str, job: ctypes.Structure, num_blocks: int, block_elems: int) -> None:
-    """Run on at most as many threads as torch uses. ctypes releases the GIL while the function runs."""
+def _in_threads(name: str, job: ctypes.Structure, num_blocks: int, block_elems: int) -> Callable[[], object]:
+    """Prepare to run a function on at most as many threads as torch uses. ctypes releases the GIL while it runs."""
     function: Callable[..., Any] = getattr(library(), name)
     num_threads = max(1, min(torch.get_num_threads(), num_blocks * block_elems // LEAST_ELEMS))
-    ends = [num_blocks * index // num_threads for index in range(num_threads + 1)]
-
-    def run(index: int) -> None:
-        function(ctypes.byref(job), ctypes.c_int64(ends[index]), ctypes.c_int64(ends[index + 1]))
-
-    if num_threads == 1:
-        run(0)
-    else:
-        list(_pool(num_threads).map(run, range(num_threads)))
+    ends = [ctypes.c_int64(num_blocks * index // num_threads) for index in range(num_threads + 1)]
+    runs = [partial(function, ctypes.byref(job), *pair) for pair in itertools.pairwise(ends)]
+    return runs[0] if num_threads == 1 else lambda: list(_pool(num_threads).map(lambda run: run(), runs))
 
 
 @cache

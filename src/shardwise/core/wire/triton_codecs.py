@@ -13,6 +13,9 @@ Kernels are launched on the current device, which must be that of the tensors.
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
 # ruff: noqa: N803
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 import triton  # type: ignore[import-not-found]
 import triton.language as tl  # type: ignore[import-not-found]
@@ -31,14 +34,17 @@ _ENCODED_ELEMS = 4096
 _DECODED_ELEMS = 2048
 
 
-def encode(codec: Codec, values: Tensor, rows: Tensor, seed: int) -> None:
-    """Encode, for a codec with scales."""
-    num_elems = values.numel() // len(rows)
+def encoder(codec: Codec, values: Tensor, rows: Tensor) -> Callable[[int], None]:
+    """Prepare to encode, for a codec with scales."""
+    num_rows = len(rows)
+    num_elems = values.numel() // num_rows
     where = parts(codec, num_elems)
     num_slots = (where.minima_at - where.scales_at) // 4
     scales = rows[:, where.scales_at : where.minima_at].view(torch.float32)
     num_blocks = _ENCODED_ELEMS // codec.block
-    _encode_tile[(triton.cdiv(num_slots, num_blocks), len(rows))](
+    launch = _prepared(
+        _encode_tile,
+        (triton.cdiv(num_slots, num_blocks), num_rows),
         values,
         rows[:, : where.scales_at].view(_PAYLOAD[codec.kind]),
         scales,
@@ -47,7 +53,7 @@ def encode(codec: Codec, values: Tensor, rows: Tensor, seed: int) -> None:
         num_elems,
         where.scales_at,
         num_slots,
-        *seed_words(seed),
+        later=(0, 0),
         KIND=codec.kind,
         LARGEST=codec.largest,
         IS_ASYMMETRIC=codec.is_asymmetric,
@@ -56,12 +62,13 @@ def encode(codec: Codec, values: Tensor, rows: Tensor, seed: int) -> None:
         IS_LONG=_is_long(num_elems),
         BLOCK=codec.block,
         NUM_BLOCKS=num_blocks,
-        **_LAUNCH,
     )
+    return (lambda seed: launch(*seed_words(seed))) if codec.is_stochastic else lambda _: launch(0, 0)
 
 
-def decode(codec: Codec, rows: Tensor, out: Tensor, is_sum: bool) -> None:
-    """Decode each row to its part of `out`, or write the sum of all rows. Sums also work for codecs without scales."""
+def decoder(codec: Codec, rows: Tensor, out: Tensor, is_sum: bool) -> Callable[[], None]:
+    """Prepare to decode each row to its part of `out`, or to write the sum of all rows. Sums also work for codecs
+    without scales."""
     num_outs = 1 if is_sum else len(rows)
     num_elems = out.numel() // num_outs
     if codec.has_scales:
@@ -71,7 +78,9 @@ def decode(codec: Codec, rows: Tensor, out: Tensor, is_sum: bool) -> None:
         minima = rows[:, where.minima_at :].view(torch.float32) if codec.is_asymmetric else scales
     else:
         payload = scales = minima = rows.view(_PLAIN.get(codec.kind, out.dtype))
-    _decode_tile[(triton.cdiv(num_elems, _DECODED_ELEMS), num_outs)](
+    return _prepared(
+        _decode_tile,
+        (triton.cdiv(num_elems, _DECODED_ELEMS), num_outs),
         payload,
         scales,
         minima,
@@ -87,8 +96,26 @@ def decode(codec: Codec, rows: Tensor, out: Tensor, is_sum: bool) -> None:
         IS_LONG=_is_long(num_elems),
         BLOCK=codec.block,
         NUM_BLOCKS=_DECODED_ELEMS // codec.block,
-        **_LAUNCH,
     )
+
+
+def _prepared(
+    kernel: Any, grid: tuple[int, int], *arguments: Any, later: tuple[int, ...] = (), **constants: Any
+) -> Callable[..., None]:
+    """Compile a kernel for these arguments, and return a function that launches it. `later` stands for arguments that
+    follow them and are given to that function. Triton's own launch finds the compiled kernel again each time, which
+    takes dozens of Python calls. Addresses are read at each launch: memory may be released and allocated again."""
+    compiled = kernel.warmup(*arguments, *later, grid=grid, **constants, **_LAUNCH)
+    run = compiled.run  # loads the binary, which sets `function`
+    function, metadata, device = compiled.function, compiled.packed_metadata, arguments[0].device.index
+    values = tuple(constants.values())
+    stream_of = torch._C._cuda_getCurrentRawStream
+
+    def launch(*rest: int) -> None:
+        # No data for, and no hooks of, Triton's profiler.
+        run(*grid, 1, stream_of(device), function, metadata, None, None, None, *arguments, *rest, *values)
+
+    return launch
 
 
 def _is_long(num_elems: int) -> bool:
