@@ -25,7 +25,7 @@ import torch
 from shardwise.base.dtypes import dtype_of
 from shardwise.bench.pages import commit, processor
 from shardwise.core.wire.codec import encoded_bytes, parse
-from shardwise.core.wire.reference_codecs import decode, decode_sum, encode
+from shardwise.core.wire.reference_codecs import decoder, encoder
 
 from .pages import benchmark_page, show, table
 
@@ -52,12 +52,12 @@ def contenders(names: list[str], num_elems: int, num_rows: int, dtype: torch.dty
         codec, size = parse(name), encoded_bytes(name, num_elems, dtype)
         rows = torch.empty(num_rows, size, dtype=torch.uint8, device=device)
         for index in range(num_rows):
-            encode(codec, values, rows[index : index + 1], seed=index)
+            encoder(codec, values, rows[index : index + 1])(index)
         found += [
-            Contender(name, "encode", value_bytes + size, partial(encode, codec, values, rows[:1], 1)),
-            Contender(name, "decode", value_bytes + size, partial(decode, codec, rows[:1], back)),
+            Contender(name, "encode", value_bytes + size, partial(encoder(codec, values, rows[:1]), 1)),
+            Contender(name, "decode", value_bytes + size, decoder(codec, rows[:1], back)),
             Contender(
-                name, f"sum of {num_rows}", 4 * num_elems + num_rows * size, partial(decode_sum, codec, rows, total)
+                name, f"sum of {num_rows}", 4 * num_elems + num_rows * size, decoder(codec, rows, total, is_sum=True)
             ),
         ]
     return found

@@ -193,7 +193,8 @@ def test_calls_of_a_unit_are_told_from_those_of_a_step() -> None:
         if not case.count_calls:
             return outcome(0.1)
         added = 0 if case.contender == "plain" else 30 + 7 * case.shape.layers
-        return Outcome(answers=({"calls": {"a.py:f": 100 * case.shape.layers, "b.py:g": added}},))
+        emulated = {"bench/fabric.py:EmulatedGroup.allreduce": 9 * added}
+        return Outcome(answers=({"calls": {"a.py:f": 100 * case.shape.layers, "b.py:g": added, **emulated}},))
 
     lines: list[str] = []
     *_, findings = run(Session([SMOKE], [OURS], [], count_calls=True), launch, lines.append)

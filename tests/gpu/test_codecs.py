@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from shardwise.core.wire.codec import Codec, encoded_bytes, parse, parts
-from shardwise.core.wire.reference_codecs import decode, decode_sum, encode
+from tests.support.codecs import decode, decode_sum, encode
 
 pytestmark = pytest.mark.gpu
 

@@ -25,7 +25,7 @@ from ..core.mesh import leave
 from ..core.schedule.flat import is_encodable
 from ..core.unit.state import FlatState
 from ..core.wire.codec import encoded_bytes, parse
-from ..core.wire.reference_codecs import decode, encode
+from ..core.wire.reference_codecs import decoder, encoder
 from ..trainer.checks import check_all
 from ..trainer.data.prepare import prepare
 from ..trainer.data.samples import open_samples
@@ -48,11 +48,12 @@ def lost_by(name: str, values: Sequence[Tensor]) -> dict[str, Any]:
     for index, value in enumerate(values):
         row = torch.empty(1, sizes[index], dtype=torch.uint8, device=value.device)
         back = torch.empty_like(value)
+        encode, decode = encoder(codec, value, row), decoder(codec, row, back)
         for turn in range(-1, ROUNDS):
             began_s = _now(value.device)
-            encode(codec, value, row, index)
+            encode(index)
             between_s = _now(value.device)
-            decode(codec, row, back)
+            decode()
             if turn >= 0:  # turn -1 is a warm-up: kernels may be compiled
                 encode_s[turn] += between_s - began_s
                 decode_s[turn] += _now(value.device) - between_s

@@ -13,7 +13,7 @@ from shardwise.base.errors import ConfigurationError
 from shardwise.core import wire
 from shardwise.core.wire import reference_codecs as quant
 from shardwise.core.wire.codec import Codec, encoded_bytes, parse, parts, seed_words
-from shardwise.core.wire.reference_codecs import decode, decode_sum, encode
+from tests.support.codecs import decode, decode_sum, encode
 
 INTEGERS = tuple(
     f"{kind}{options}"

@@ -8,8 +8,9 @@ import torch
 
 from shardwise.core.wire import reference_codecs as host
 from shardwise.core.wire.codec import encoded_bytes, parse, parts
-from shardwise.core.wire.reference_codecs import decode, decode_sum, encode, reference_decode_sum, reference_encode
+from shardwise.core.wire.reference_codecs import reference_decode_sum, reference_encode
 from tests.gpu.test_codecs import DTYPES, assert_same, hard_values
+from tests.support.codecs import decode, decode_sum, encode
 
 SIZES = (1, 2, 63, 255, 256, 257, 2047, 4097, 300_001)
 CODECS = [f"{kind}:{block}" for kind in ("int8", "int4") for block in (64, 256, 2048)]

@@ -19,11 +19,11 @@ from torch import Tensor
 from ...base.errors import StateError
 from ..mesh import Mesh
 from ..offload.host_memory import HostMemory, OffloadedState
-from ..schedule.flat import Flat, Pass
+from ..schedule.flat import Pass
 from ..schedule.state_bytes import NUM_STAGED
 from ..schedule.step_schedule import NUM_ROW_SLOTS, Schedule, aligned
 from ..schedule.unit_status import FlatGather, UnitStatus, Weights
-from ..unit.state import Unit
+from ..unit.state import OnDisk, Unit
 from ..wire.collectives import HopChain, Work
 from .streams import Lane, Mark, host_waits_for
 from .updates import HostJobs
@@ -79,6 +79,8 @@ class Gathers:
         self._postponed: deque[int] = deque()
         self._row_slots = deque(range(NUM_ROW_SLOTS))
         self.is_staged = [any(state.flat.is_staged for state in unit.states) for unit in units]
+        states = [state for unit in units for state in unit.states]
+        self._masters = [state.master for state in states if not isinstance(state.master, OnDisk)]
         self._masters_version = self._version_of_masters()
         for unit in units:
             unit.show_user_params(LOST)
@@ -182,7 +184,7 @@ class Gathers:
             if status.slot is None:
                 self.memory.fetch(index)
             place: Tensor | None = None
-            staged: dict[Flat, Tensor] = {}
+            staged: dict[OffloadedState, Tensor] = {}
             if self.is_staged[index] and (wanted := self._wanted_from_disk(index, todo)):
                 place, staged = self._host.take_staged(wanted)
             key = (index, todo, row_slot, 0 if place is None else place.data_ptr())
@@ -207,17 +209,19 @@ class Gathers:
             self._in_flight[index] = gather
 
     def _parts(
-        self, unit: Unit, todo: Iterable[FlatGather], row_slot: int | None, staged: dict[Flat, Tensor]
+        self, unit: Unit, todo: Iterable[FlatGather], row_slot: int | None, staged: dict[OffloadedState, Tensor]
     ) -> list[tuple[list[Work], HopChain]]:
-        """Prepare the gathers of a unit's flats."""
-        rows: list[Tensor] = []
-        if row_slot is not None:
-            rows = cut(self.memory.row_slots[row_slot], [state.flat.gathered_row_bytes for state in unit.states])
-        gathered = [each for each in todo if not unit.states[each.at].flat.master_is_whole]
-        return [
-            state.gather(is_stale, staged.get(state.flat), rows[at] if is_encoded else None, self._channels)
-            for state, (at, is_stale, is_encoded) in [(unit.states[each.at], each) for each in gathered]
-        ]
+        """Prepare the gathers of a unit's flats; with normal tensors even inside inference mode, like `_bytes`."""
+        sizes = [0 if row_slot is None else state.flat.gathered_row_bytes for state in unit.states]
+        parts = []
+        with torch.inference_mode(False):
+            rows = cut(self.memory.row_slots[row_slot or 0], sizes)
+            for at, is_stale, is_encoded in todo:
+                state = unit.states[at]
+                if not state.flat.master_is_whole:
+                    read = None if state.offloaded is None else staged.get(state.offloaded)
+                    parts.append(state.gather(is_stale, read, rows[at] if is_encoded else None, self._channels))
+        return parts
 
     def _finish(self, index: int) -> None:
         gather = self._in_flight.pop(index)
@@ -328,7 +332,7 @@ class Gathers:
             self.was_rewritten()
 
     def _version_of_masters(self) -> int:
-        return sum([state.master._version for unit in self._units for state in unit.states])
+        return sum([master._version for master in self._masters])
 
     def follow(self, schedule: Schedule) -> None:
         """Switch to a schedule with another order of units."""

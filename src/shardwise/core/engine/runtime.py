@@ -312,7 +312,7 @@ class Engine:
         # Units that hold others and whose weights were encoded for the forward are gathered again. Every rank does it
         # now, because the ranks' backwards may not reach the same units.
         for index in self.schedule.read_holders:
-            if not self.statuses[index].is_ready("backward") and self.statuses[index].rounded:
+            if self.statuses[index].rounded:
                 self.gathers.start(index, "backward", needed_now=False)
         torch.autograd.Variable._execution_engine.queue_callback(self.end_backward)
 

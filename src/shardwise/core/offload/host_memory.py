@@ -165,10 +165,10 @@ class HostMemory:
         """Start to read these flats of a unit. Return False if there is no room for them now."""
         return self.staging.ask(tuple(wanted), partial(_read_staged, wanted))
 
-    def take_staged(self, wanted: Sequence["OffloadedState"]) -> tuple[Tensor, dict[Flat, Tensor]]:
-        """Return memory with a unit's parameters, and each flat's part. Give it back once the device has read it."""
+    def take_staged(self, wanted: Sequence["OffloadedState"]) -> tuple[Tensor, dict["OffloadedState", Tensor]]:
+        """Return memory with a unit's parameters, and each state's part. Give it back once the device has read it."""
         place = self.staging.take(tuple(wanted), partial(_read_staged, wanted))
-        views = {state.flat: view for state, view in _staged_views(wanted, place)}
+        views = dict(_staged_views(wanted, place))
         self.moves.add("read", sum(view.nbytes for view in views.values()))
         return place, views
 

@@ -17,7 +17,9 @@ from ..unit.user_parameter import Place, place_of
 def shard_of(param: Tensor) -> Tensor | None:
     """Return this rank's part of a user's parameter; None if the part is empty or not trained."""
     place = place_of(param)
-    return place.resting if place is not None and place.resting.requires_grad and place.resting.numel() else None
+    if place is None or place.is_empty or not place.resting.requires_grad:
+        return None
+    return place.resting
 
 
 def optimizer_of_each(optimizers: Sequence[torch.optim.Optimizer], names: Mapping[Tensor, str]) -> dict[str, int]:

@@ -5,7 +5,7 @@ and each copy once; the same ones run in every step. If a flat is sent encoded, 
 A hop over one rank moves and encodes nothing.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 
 import torch
@@ -85,26 +85,23 @@ class Carrier:
         codec, sent, received = self._rows_in(scratch, part, channel)
         encode, sum_rows = self.encoding(codec, part, sent), decoder(codec, received, out, is_sum=True)
         collective = exchange_of_rows(channel, sent, received, codec, self.unit_name)
-
-        def encode_with_error() -> None:
-            if hop in self.lost:
-                part.add_(self.lost[hop])
-            encode()
-
-        def save_error() -> None:
-            """Save the encoding error for the next gradient. Values that are not finite have the error 0."""
+        collective.before, collective.then = encode, sum_rows
+        if channel.averages:
+            collective.then = partial(_run_all, (sum_rows, partial(out.mul_, 1.0 / channel.num_ranks)))
+        if codec.has_feedback:
             if hop not in self.lost:
-                self.lost[hop] = torch.empty(part.numel(), dtype=LOST.torch, device=part.device)
-            decoder(codec, sent, self.lost[hop])()
-            torch.sub(part, self.lost[hop], out=self.lost[hop]).nan_to_num_(0.0, 0.0, 0.0)
+                # No error yet: -0, because adding it changes no number, not even -0.
+                self.lost[hop] = torch.full((part.numel(),), -0.0, dtype=LOST.torch, device=part.device)
+            lost = self.lost[hop]
+            decode_sent = decoder(codec, sent, lost)
 
-        def average_rows() -> None:
-            sum_rows()
-            out.mul_(1.0 / channel.num_ranks)
+            def save_error() -> None:
+                """Save the encoding error for the next gradient. Values that are not finite have the error 0."""
+                decode_sent()
+                torch.sub(part, lost, out=lost).nan_to_num_(0.0, 0.0, 0.0)
 
-        collective.before = encode_with_error if codec.has_feedback else encode
-        collective.meanwhile = save_error if codec.has_feedback else None
-        collective.then = average_rows if channel.averages else sum_rows
+            collective.before = partial(_run_all, (partial(part.add_, lost), encode))
+            collective.meanwhile = save_error
         return collective
 
     def _gather_of_sums(self, part: Tensor, channel: Channel, scratch: Tensor) -> Collective:
@@ -165,3 +162,8 @@ class Carrier:
 
     def copy(self, target: Tensor, source: Tensor) -> None:
         self.copying(target, source)()
+
+
+def _run_all(works: Iterable[Work]) -> None:
+    for work in works:
+        work()

@@ -44,6 +44,7 @@ class Place:
         self.shape = torch.Size(state.flat.params[index].shape)
         self.resting, self.compute = state.resting_params[index], state.compute_params[index]
         self.cut = (self.shape, state.slice_of(index))  # equal if two parts have the same elements
+        self.is_empty = not self.resting.numel()
         self.lender: Lender | None = None
         self.shown: nn.Parameter | None = None
 

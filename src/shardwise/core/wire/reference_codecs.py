@@ -43,30 +43,14 @@ _PLAIN = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _FP8 = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 
 
-@torch.no_grad()
-def encode(codec: Codec, values: Tensor, rows: Tensor, seed: int = 0) -> None:
-    """Encode `values`, cut into as many equal parts as there are rows, into `rows`: (num_rows, `encoded_bytes` of a
-    part). Only stochastic rounding reads the seed: the same seed rounds the same way, so ranks and steps should have
-    different ones."""
-    encoder(codec, values, rows)(seed)
-
-
-@torch.no_grad()
-def decode(codec: Codec, rows: Tensor, out: Tensor) -> None:
-    """Decode rows into `out`. Values that were sent unencoded must have the dtype of `out`."""
-    decoder(codec, rows, out)()
-
-
-@torch.no_grad()
-def decode_sum(codec: Codec, rows: Tensor, out: Tensor) -> None:
-    """Decode rows of `out`'s size and write their sum to `out`: summed in fp32, in the order of the rows, and rounded
-    to the dtype of `out` once. No other memory as large as `out` is needed."""
-    decoder(codec, rows, out, is_sum=True)()
-
-
 def encoder(codec: Codec, values: Tensor, rows: Tensor) -> Callable[[int], object]:
-    """Prepare `encode` for these tensors: a function of the seed, to be called any number of times. Their storage may
-    be released and allocated again in between."""
+    """Prepare to encode `values`, cut into as many equal parts as there are rows, into `rows`: (num_rows,
+    `encoded_bytes` of a part).
+
+    Returns a function of the seed, to be called any number of times; storage may be released and allocated again in
+    between. Only stochastic rounding reads the seed: the same seed rounds the same way, so ranks and steps should have
+    different ones.
+    """
     num_elems = _part_elems(codec, rows, values, "values")
     if not codec.has_scales:
         target, source = rows.view(_plain_dtype(codec, values)), values.view(len(rows), num_elems)
@@ -81,7 +65,11 @@ def encoder(codec: Codec, values: Tensor, rows: Tensor) -> Callable[[int], objec
 
 
 def decoder(codec: Codec, rows: Tensor, out: Tensor, is_sum: bool = False) -> Callable[[], object]:
-    """Prepare `decode`, or with `is_sum` `decode_sum`, for these tensors."""
+    """Prepare to decode rows into `out`. Values that were sent unencoded must have the dtype of `out`.
+
+    With `is_sum` each row has the size of `out`, which gets their sum: in fp32, in the order of the rows, and rounded
+    to the dtype of `out` once. No other memory as large as `out` is needed.
+    """
     num_elems = _part_elems(codec, rows, out, "out", is_sum)
     if not codec.has_scales and not is_sum:
         return partial(out.view(len(rows), num_elems).copy_, rows.view(_plain_dtype(codec, out)))
