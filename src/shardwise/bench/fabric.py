@@ -31,7 +31,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import Store
 
 from ..base.errors import ConfigurationError, StateError
-from ..core.engine.streams import Event, current_stream, make_current
+from ..core.engine.streams import Event, current_stream
 from ..planner.hardware.links import WIRES, Fabric, Kind, Transfer, Wire, plan_transfer
 
 BACKEND = "emulated"
