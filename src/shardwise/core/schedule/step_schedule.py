@@ -28,8 +28,11 @@ ALIGN_BYTES = 2 * BLOCK_ELEMS
 NUM_REDUCTIONS = 2
 # The number of gathers of encoded parameters in flight at a time.
 NUM_ROW_SLOTS = 2
-# The number of units that have gradients on the device at once if these are offloaded: written, reduced, copied.
-NUM_OFFLOADED_GRADS = 3
+# The number of units that have reduced gradients on the device at once if these are offloaded: reduced, copied.
+NUM_OFFLOADED_GRADS = 2
+# Gradients of a unit that autograd allocated are copied into the slot during the next unit's backward, and released
+# after it. If they are larger than this, the computation waits for the copy: memory is at its peak there.
+MAX_HELD_BYTES = 32 << 20
 # The optimizer updates masters in parts of at least PART_ELEMS: for fewer elements the launch of the update takes
 # longer than the update. Norms are computed over pieces of NORM_ELEMS.
 PART_ELEMS = 32 << 20
@@ -90,6 +93,15 @@ class Schedule:
         # A slot for the encoded rows of a gather in flight, and one for a reduction.
         self.row_slot_bytes = max(unit.gathered_row_bytes for unit in units)
         self.reduction_slot_bytes = max(unit.reduced_bytes for unit in units)
+        self._slot_sizes = [units[at].reduced_bytes for at in self.reduce_order if units[at].reduced_bytes]
+
+    def reduction_bytes(self, keeps_slots: bool) -> int:
+        """The largest memory of the reduction slots. With `keeps_slots` (on a CPU) each fits the largest unit; without,
+        each has the size of the unit that uses it."""
+        sizes = self._slot_sizes
+        if keeps_slots:
+            return min(NUM_REDUCTIONS, len(sizes)) * self.reduction_slot_bytes
+        return max((sum(sizes[at : at + NUM_REDUCTIONS]) for at in range(len(sizes))), default=0)
 
 
 def aligned(num_bytes: int) -> int:

@@ -86,6 +86,8 @@ class Gradient:
         self.square: Tensor | None = None
         self.clipped_by: Tensor | None = None
         self.leaving: tuple[Tensor, Tensor] | None = None
+        # Opens the memory for a backward, and returns True, if it is this unit's turn. The engine sets it.
+        self.ask_to_open: Callable[[], bool] = lambda: False
         # During a backward: memory for each parameter's gradient, and whether it holds a sum to add to; paddings; the
         # buffer that contains these; memory for encoded rows.
         self.places: tuple[Tensor, ...] | None = None
@@ -135,10 +137,9 @@ class Gradient:
         if self.stage == "final":
             self.apply_clip()
             self._make_local()
-        grads = self.fetch()
         self.square = self.clipped_by = None
         in_slot, self._rows = room
-        self._buffer = buffer = grads if in_slot is None else in_slot
+        self._buffer = buffer = self.fetch() if in_slot is None else in_slot
         key = None if in_slot is None else slot
         if key not in self._places_in:
             parts = buffer.split_with_sizes(cuts(self.flat.intervals, self.flat.num_elems))
@@ -147,7 +148,7 @@ class Gradient:
         self.places, self._paddings = self._places_in[key]
         adds = self.flat.depth_of_grads == 0 and self.stage == "local"
         if adds and self.flat.grads_on_host:
-            self.carrier.copy(buffer, grads)
+            self.carrier.copy(buffer, self.fetch())
         self.written = [adds] * len(self.places)
 
     def put(self, index: int, rows: Tensor, inputs: Tensor) -> None:

@@ -241,8 +241,6 @@ class Unit:
         self.module = module
         self.states = states
         self.trainable_states = [state for state in states if state.flat.trainable]
-        # True if some of its modules write their gradients directly into the memory that is reduced.
-        self.writes_directly = False
         self._compute_params = tuple(param for state in states for param in state.compute_params)
         # Where each parameter is registered, and the two objects that may be there: the compute and the user parameter.
         self._sites: list[tuple[dict[str, nn.Parameter | None], str, nn.Parameter, nn.Parameter]] = []
