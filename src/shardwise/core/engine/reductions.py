@@ -120,7 +120,7 @@ class Reductions:
         slot = self._opened.pop(index) if index in self._opened else self._open(index)
         self._release_larger()
         self._release_taken()
-        self._release_left(NUM_OFFLOADED_GRADS - 1)  # one more will be reduced
+        self._release_left(NUM_OFFLOADED_GRADS - 2)  # one more is reduced now, and one is written
         states = unit.trainable_states
         for state in states:
             state.gradient.fetch()

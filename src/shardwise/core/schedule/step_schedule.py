@@ -28,8 +28,9 @@ ALIGN_BYTES = 2 * BLOCK_ELEMS
 NUM_REDUCTIONS = 2
 # The number of gathers of encoded parameters in flight at a time.
 NUM_ROW_SLOTS = 2
-# The number of units that have reduced gradients on the device at once if these are offloaded: reduced, copied.
-NUM_OFFLOADED_GRADS = 2
+# The number of units that have gradients on the device at once if these are offloaded: written, reduced, copied. The
+# first of them has its gradients in a slot only.
+NUM_OFFLOADED_GRADS = 3
 # Gradients of a unit that autograd allocated are copied into the slot during the next unit's backward, and released
 # after it. If they are larger than this, the computation waits for the copy: memory is at its peak there.
 MAX_HELD_BYTES = 32 << 20
@@ -112,16 +113,17 @@ def make_schedule(units: Sequence[UnitPlan], order: Sequence[int], budget_bytes:
     """Make a schedule. `budget_bytes` limits the ring of gather slots; without it one unit is prefetched."""
     ring = [unit for unit in order if units[unit].layout.gathered_until == "forward" and not units[unit].holds_units]
     num_slots = _ring_size([units[unit] for unit in ring], budget_bytes)
+    slots, slot_bytes = _slots_in_turn([units[unit] for unit in ring], num_slots)
     slot_of: list[int | None] = [None] * len(units)
-    slot_bytes = [0] * min(num_slots, len(ring))
-    for position, unit in enumerate(ring):
-        slot = position % num_slots
+    for unit, slot in zip(ring, slots, strict=True):
         slot_of[unit] = slot
-        slot_bytes[slot] = max(slot_bytes[slot], units[unit].gathered_bytes)
     before_forward: list[tuple[int, ...]] = [()] * len(units)
     before_backward: list[tuple[int, ...]] = [()] * len(units)
     for position, index in enumerate(order):
-        before_forward[index] = (index, *_ahead(units, order[position + 1 :], num_slots - 1))
+        ahead = _ahead(units, order[position + 1 :], num_slots - 1)
+        # The second unit of the ring may have the slot of the first, and is not prefetched then.
+        free = (other for other in ahead if slot_of[other] is None or slot_of[other] != slot_of[index])
+        before_forward[index] = (index, *free)
         # The backward of a unit that holds others begins before theirs: that is too early to prefetch other units.
         others = () if units[index].holds_units else _ahead(units, order[:position][::-1], num_slots - 1)
         before_backward[index] = tuple(other for other in (index, *others) if units[other].backward_reads)
@@ -134,6 +136,27 @@ def make_schedule(units: Sequence[UnitPlan], order: Sequence[int], budget_bytes:
         tuple(before_backward),
         before_forward[order[0]],
     )
+
+
+def _slots_in_turn(ring: Sequence[UnitPlan], num_slots: int) -> tuple[list[int], list[int]]:
+    """Return the slot of every unit in the ring, and the sizes of the slots.
+
+    Two slots are used in turn. An embedding and a head are larger than blocks. If they would enlarge both slots, the
+    embedding shares the slot of the first block: its backward gathers nothing, and its forward is short.
+    """
+    slots = [position % num_slots for position in range(len(ring))]
+    found = slots, _slot_bytes(ring, slots)
+    if num_slots == 2 and len(ring) > 2 and not ring[0].backward_reads:
+        slots = [0, *slots[:-1]]
+        found = min(found, (slots, _slot_bytes(ring, slots)), key=lambda each: sum(each[1]))
+    return found
+
+
+def _slot_bytes(ring: Sequence[UnitPlan], slots: Sequence[int]) -> list[int]:
+    sizes = [0] * len(set(slots))
+    for unit, slot in zip(ring, slots, strict=True):
+        sizes[slot] = max(sizes[slot], unit.gathered_bytes)
+    return sizes
 
 
 def _ahead(units: Sequence[UnitPlan], following: Sequence[int], num_leaves: int) -> tuple[int, ...]:

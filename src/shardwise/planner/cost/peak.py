@@ -261,7 +261,7 @@ class _Walk(MemoryWalk):
         for_host = [flat for flat in unit.flats if flat.host_updates]
         if for_host and is_last:
             self.leaving.append(state_bytes.resting_grads(for_host))
-            if len(self.leaving) > step_schedule.NUM_OFFLOADED_GRADS:
+            if len(self.leaving) == step_schedule.NUM_OFFLOADED_GRADS:  # one of them is in a slot only
                 self.held[GRADS] -= self.leaving.popleft()
             # The norm of offloaded gradients is computed piece by piece, in scratch memory.
             needed = 8 * min(max(flat.num_master for flat in for_host), step_schedule.NORM_ELEMS)
