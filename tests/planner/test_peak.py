@@ -8,7 +8,7 @@ import pytest
 from shardwise.base.files import ALIGNMENT
 from shardwise.core.layout import OFFLOADS, PRESETS
 from shardwise.core.schedule.state_bytes import resting_grads, saved_error_bytes, state_bytes
-from shardwise.core.schedule.step_schedule import NORM_ELEMS, NUM_ROW_SLOTS, aligned
+from shardwise.core.schedule.step_schedule import NORM_ELEMS, NUM_LATE, NUM_ROW_SLOTS, aligned
 from shardwise.planner.assess import Assessment
 from shardwise.planner.cost.peak import CLASSES, WORKSPACE_BYTES
 from shardwise.planner.training import Lora
@@ -75,6 +75,20 @@ def test_two_reductions_are_under_way_at_most() -> None:
     most = max(instant.by_class()["reduce"] for instant in found.memory.instants)
     assert most == found.schedule.reduction_bytes(keeps_slots=False)
     assert max(instant.by_class()["reduce"] for instant in assessed("ddp").memory.instants) == 0
+
+
+def test_the_first_units_of_a_backward_share_one_slot() -> None:
+    wide = replace(SHAPE, hidden=4096, heads=32, kv_heads=32, ffn=11008, layers=NUM_LATE + 3, vocab=256)
+    here, bounds = assessed("zero3", shape=wide, seq=512), []
+    size = max(unit.reduced_bytes for unit in here.schedule.units)
+    for index in reversed(range(wide.layers)):
+        found = [each for each in here.memory.instants if each.name == f"backward blocks.{index}"]
+        bounds.append(max(each.by_class()["reduce"] for each in found))
+    # The first one is opened after its backward.
+    assert bounds == [0, *[size] * (NUM_LATE - 1), *[2 * size] * 3]
+    # With many tokens a slot takes less than the tensors that its gradients are computed from.
+    most = assessed("zero3", shape=wide, seq=8192).memory.instants
+    assert next(each for each in most if each.name == "backward blocks.6").by_class()["reduce"] == 2 * size
 
 
 def test_units_kept_until_the_backward_are_all_there_at_its_begin() -> None:

@@ -1,11 +1,12 @@
 """Reductions of gradients: from where a backward writes them to where the optimizer reads them.
 
 A reduction is opened (its gradients get memory), written, started and finished. It is opened when a layer of the unit
-writes the first gradient there directly, else when it is started. Starting and finishing have a lane each, so that the
-start of a reduction never waits for the one before. On a GPU the finish is queued at once. On a CPU it would block the
-caller: there the last hop, the one between nodes, stays in flight until the slot is needed again or the backward ends.
-Gradients that the host reads are copied to it on a third lane; then their slot is free. The update of masters has a
-fourth lane and waits for the reductions that it needs. An early update runs during the backward.
+writes the first gradient there directly. If no layer does, or the unit is late, it is opened when it is started.
+Starting and finishing have a lane each, so that the start of a reduction never waits for the one before. On a GPU the
+finish is queued at once. On a CPU it would block the caller: there the last hop, the one between nodes, stays in flight
+until the slot is needed again or the backward ends. Gradients that the host reads are copied to it on a third lane;
+then their slot is free. The update of masters has a fourth lane and waits for the reductions that it needs. An early
+update runs during the backward.
 """
 
 from collections import deque
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from ...base.errors import StateError
 from ..mesh import Mesh
-from ..schedule.step_schedule import MAX_HELD_BYTES, NUM_OFFLOADED_GRADS, NUM_REDUCTIONS, Schedule
+from ..schedule.step_schedule import MAX_HELD_BYTES, NUM_LATE, NUM_OFFLOADED_GRADS, NUM_REDUCTIONS, Schedule
 from ..schedule.unit_status import UnitStatus
 from ..unit.gradient import Room
 from ..unit.state import FlatState, Unit
@@ -57,7 +58,8 @@ class Reductions:
         # The point after which a gradient is on the host; flats whose device memory is released after their points.
         self.arrived: dict[FlatState, Mark] = {}
         self._left: deque[tuple[FlatState, tuple[Mark, ...]]] = deque()
-        self._next_slot = 0
+        # The slot that was opened last, and the number of units that have had one in this backward.
+        self._slot = self._num_opened = 0
         # Units that are not reduced yet in this backward, in the schedule's order.
         self._due: deque[int] = deque()
         # Units whose gradients are being written, and their slots.
@@ -83,25 +85,33 @@ class Reductions:
         self.refuse_after_early("backward")
         self.wait()
         self._due = deque(order)
-        self._next_slot = 0
+        self._slot = self._num_opened = 0
 
     def start_complete(self, is_sync: bool, all_units: bool = False) -> None:
         """Start the next reductions in the schedule's order, up to the first unit whose gradients are not complete."""
         while self._due and (all_units or self._statuses[self._due[0]].is_complete):
             self._start(self._due.popleft(), is_sync)
 
-    def _open_for_compute(self, index: int) -> bool:
-        """Give a unit's gradients memory when its backward is about to write the first of them there. Only the next
-        unit to be reduced gets it: any other could take the slot that the next one needs."""
-        if self._due and self._due[0] == index and index not in self._opened:
-            self._opened[index] = self._open(index)
-        return index in self._opened
+    def _open_for_compute(self, index: int, num_tokens: int) -> bool:
+        """Give a unit's gradients memory when its backward is about to write the first of them there, unless the unit
+        is late. Only the next unit to be reduced gets it: any other could take the slot that the next one needs."""
+        if not self._due or self._due[0] != index:
+            return False
+        if not (self._may_be_late and self._statuses[index].plan.is_late(num_tokens)):
+            self._opened[index] = self._open(index, is_late=False)
+        return True
 
-    def _open(self, index: int) -> int | None:
+    @property
+    def _may_be_late(self) -> bool:
+        return self.memory.gives_back and self._num_opened < NUM_LATE
+
+    def _open(self, index: int, is_late: bool) -> int | None:
+        """Give a unit's gradients memory: in the slot of the unit before, if it is late, else in the other slot."""
         unit, num_bytes = self._units[index], self._statuses[index].plan.reduced_bytes
-        slot = self._next_slot if num_bytes else None
-        if slot is not None:
-            self._next_slot = (slot + 1) % NUM_REDUCTIONS
+        slot = None
+        if num_bytes:
+            slot = self._slot = self._slot if is_late else (self._slot + 1) % NUM_REDUCTIONS
+            self._num_opened += 1
             while slot in [started.slot for started in self._started]:
                 self._finish_oldest()
             # The computation writes the slot, or releases its memory, which may then become an activation.
@@ -113,18 +123,24 @@ class Reductions:
             elif state.flat.grads_on_host:
                 self._lane.compute_waits_for(self.arrived.get(state))
             state.gradient.open(slot, room)
+            if state.gradient.late:
+                state.gradient.put_late()
         return slot
 
     def _start(self, index: int, is_sync: bool) -> None:
         unit = self._units[index]
-        slot = self._opened.pop(index) if index in self._opened else self._open(index)
-        self._release_larger()
+        states = unit.trainable_states
+        taken = [state.take_gradients() for state in states]
+        is_large = sum(grad.nbytes for grads in taken for grad in grads if grad is not None) > MAX_HELD_BYTES
+        if index in self._opened:
+            slot = self._opened.pop(index)
+        else:
+            is_late = any(state.gradient.late for state in states) or (is_large and self._may_be_late)
+            slot = self._open(index, is_late)
         self._release_taken()
         self._release_left(NUM_OFFLOADED_GRADS - 2)  # one more is reduced now, and one is written
-        states = unit.trainable_states
         for state in states:
             state.gradient.fetch()
-        taken = [state.take_gradients() for state in states]
         if torch.is_grad_enabled():  # create_graph=True: gradients have graphs of their own
             taken = [[None if grad is None else grad.detach() for grad in grads] for grads in taken]
         with self._lane.after_compute().named(f"reduce {unit.name}"):
@@ -135,20 +151,13 @@ class Reductions:
             mark = self._lane.mark()
         self._started.append(Started(states, is_sync, slot, mark))
         self._taken = (taken, mark)
-        if sum(grad.nbytes for grads in taken for grad in grads if grad is not None) > MAX_HELD_BYTES:
+        if is_large:
             self._release_taken()
         if self._finish_lane.queues:
             self._finish_oldest()
         else:
             for hop_chain in hop_chains:
                 hop_chain.go_to_last()
-
-    def _release_larger(self) -> None:
-        """Release the next slot if it is larger than the next unit needs: the slot of a head, for example."""
-        next_bytes = self._statuses[self._due[0]].plan.reduced_bytes if self._due else 0
-        if self.memory.gives_back and 0 < next_bytes < self.memory.num_bytes(self._next_slot):
-            self._lane.compute_waits_for(*self.memory.freed.get(self._next_slot, ()))
-            self.memory.release(self._next_slot)
 
     def _release_taken(self) -> None:
         """Drop autograd's gradients. Their memory belongs to the compute stream, which waits until they are read."""
@@ -223,7 +232,7 @@ class Reductions:
         self.memory.give_back()
         for state in self._states:
             state.take_gradients()
-            state.gradient.places = None
+            state.gradient.drop_places()
 
     # Between backward and optimizer.
 
@@ -329,10 +338,9 @@ class Reductions:
 class ReductionMemory:
     """The slots in which gradients are reduced, allocated at the first reduction of a backward.
 
-    On a GPU a slot has the size of the unit that uses it. If its next unit is smaller, it is released one unit early,
-    and at the end of the backward all are. The caching allocator reuses their memory for activations. On a CPU they
-    stay, and fit the largest unit: freed blocks of this size go back to the system, and fresh pages cost more than
-    writing a gradient.
+    On a GPU a slot has the size of the unit that uses it, and all are released at the end of the backward. The caching
+    allocator reuses their memory for activations. On a CPU they stay, and fit the largest unit: freed blocks of this
+    size go back to the system, and fresh pages cost more than writing a gradient.
     """
 
     def __init__(self, schedule: Schedule, device: torch.device) -> None:

@@ -26,6 +26,11 @@ from .flat import Flat
 ALIGN_BYTES = 2 * BLOCK_ELEMS
 # Reduction slots: one is reduced while the next is written. Gradients that stay whole on the device need none.
 NUM_REDUCTIONS = 2
+# The first units of a backward, when most activations are alive, may be late (`UnitPlan.is_late`): weight gradients are
+# computed at the end of the unit's backward, in the slot of the unit before, which is reduced by then.
+NUM_LATE = 5
+# A smaller slot is not worth waiting for.
+MIN_LATE_BYTES = 64 << 20
 # The number of gathers of encoded parameters in flight at a time.
 NUM_ROW_SLOTS = 2
 # The number of units that have gradients on the device at once if these are offloaded: written, reduced, copied. The
@@ -62,6 +67,13 @@ class UnitPlan:
         self.gathered_row_bytes = sum(aligned(flat.gathered_row_bytes) for flat in flats)
         # Bytes in a reduction slot: for gradients that are split or offloaded, and for encoded rows.
         self.reduced_bytes = sum(aligned(flat.reduced_bytes) + aligned(flat.exchanged_bytes) for flat in flats)
+        # Bytes per token that the gradients of linear layers are computed from: inputs, and gradients of outputs.
+        trained = [(param, flat) for flat in flats if flat.trainable for param in flat.params if len(param.shape) == 2]
+        self.late_bytes = sum(sum(param.shape) * flat.compute.itemsize for param, flat in trained)
+
+    def is_late(self, num_tokens: int) -> bool:
+        """True if a slot takes more memory than what its gradients are computed from."""
+        return self.reduced_bytes >= MIN_LATE_BYTES and num_tokens * self.late_bytes <= self.reduced_bytes
 
 
 @dataclass(unsafe_hash=True)

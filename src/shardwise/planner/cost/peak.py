@@ -166,11 +166,8 @@ class _Walk(MemoryWalk):
         self.is_gathered: set[str] = set()
         self.has_grads: set[str] = set()
         self.slots = [0] * step_schedule.NUM_REDUCTIONS  # bytes of the reduction slots
-        self.next_slot = 0
-        # Bytes in a slot of the unit that is reduced after this one.
-        reduced = [schedule.units[index] for index in schedule.reduce_order]
-        following = [*(unit.reduced_bytes for unit in reduced[1:]), 0]
-        self.next_bytes = {unit.name: num_bytes for unit, num_bytes in zip(reduced, following, strict=True)}
+        self.slot = self.num_opened = 0  # the last one that was opened, and the number of units that have had one
+        self.num_tokens = training.num_tokens
         self.leaving: deque[int] = deque()  # gradients that are being copied to the host, by unit
         self.norm_bytes = 0
         # Bytes of gradients that autograd allocated: since the last reduction began, before that, and for the root.
@@ -210,19 +207,22 @@ class _Walk(MemoryWalk):
             if self.fetched > step_schedule.MAX_HELD_BYTES:
                 self.held[GRADS] -= self.fetched
                 self.fetched = 0
-        if name in self.writes_directly:
-            self._open(unit)
-        self.note(f"backward {name}", kind, work.output_bytes + work.backward_peak_bytes)
+        is_direct, is_late, late_bytes, peak_bytes = name in self.writes_directly, False, 0, work.backward_peak_bytes
+        if not self.slot_bytes and self.num_opened < step_schedule.NUM_LATE:
+            is_late = unit.is_late(self.num_tokens) if is_direct else work.grad_bytes > step_schedule.MAX_HELD_BYTES
+        if is_direct and is_late:
+            late_bytes = work.late_bytes or self.num_tokens * unit.late_bytes
+            peak_bytes = work.late_peak_bytes or peak_bytes + late_bytes
+        elif is_direct:
+            self._open(unit, is_late)
+        self.note(f"backward {name}", kind, work.output_bytes + peak_bytes)
         self.held[kind] -= work.saved_bytes
         if unit.trainable:
-            if name not in self.writes_directly:
-                self._open(unit)
+            if is_late or not is_direct:
+                self._open(unit, is_late)
+                self.note(f"reduce {name}", GRADS, work.grad_bytes + late_bytes)
             self._reduce(unit, is_last)
             self.note(f"reduce {name}", GRADS, work.grad_bytes)
-            # The next slot is released if it is larger than the next unit needs.
-            if 0 < self.next_bytes[name] < self.slots[self.next_slot] and not self.slot_bytes:
-                self.held[REDUCE] -= self.slots[self.next_slot]
-                self.slots[self.next_slot] = 0
         self.held[GRADS] += work.grad_bytes
         self.unfetched += work.grad_bytes
         if name in self.is_gathered:
@@ -242,14 +242,14 @@ class _Walk(MemoryWalk):
             self.of_root += loss.grad_bytes
         self.input_bytes = 0
 
-    def _open(self, unit: UnitPlan) -> None:
-        """Add the memory that a unit's backward writes: in a reduction slot, which the unit before the last one has
-        left, or that of whole gradients."""
+    def _open(self, unit: UnitPlan, is_late: bool) -> None:
+        """Add the memory that a unit's backward writes: in the reduction slot of the unit before, if it is late, else
+        in the other slot; or that of whole gradients."""
         if unit.name not in self.has_grads:
             self.held[GRADS] += state_bytes.resting_grads([flat for flat in unit.flats if not flat.reduces_in_slot])
         if unit.reduced_bytes:
-            slot = self.next_slot
-            self.next_slot = (slot + 1) % step_schedule.NUM_REDUCTIONS
+            slot = self.slot = self.slot if is_late else (self.slot + 1) % step_schedule.NUM_REDUCTIONS
+            self.num_opened += 1
             self.held[REDUCE] += (self.slot_bytes or unit.reduced_bytes) - self.slots[slot]
             self.slots[slot] = self.slot_bytes or unit.reduced_bytes
 
@@ -272,7 +272,7 @@ class _Walk(MemoryWalk):
         self.held[GRADS] -= self.unfetched + self.fetched + self.of_root
         self.unfetched = self.fetched = self.of_root = 0
         self.held[REDUCE] -= sum(self.slots)
-        self.slots, self.next_slot = [0] * step_schedule.NUM_REDUCTIONS, 0
+        self.slots, self.slot, self.num_opened = [0] * step_schedule.NUM_REDUCTIONS, 0, 0
         self.in_backward = False
 
     def update(self, clips: bool) -> None:
