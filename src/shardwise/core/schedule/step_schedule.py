@@ -72,8 +72,9 @@ class UnitPlan:
         self.late_bytes = sum(sum(param.shape) * flat.compute.itemsize for param, flat in trained)
 
     def is_late(self, num_tokens: int) -> bool:
-        """True if a slot takes more memory than what its gradients are computed from."""
-        return self.reduced_bytes >= MIN_LATE_BYTES and num_tokens * self.late_bytes <= self.reduced_bytes
+        """True if a slot takes more memory than a quarter of what its gradients are computed from: less than that is
+        held longer when memory is at its peak. The rest is alive anyway, or comes later."""
+        return self.reduced_bytes >= MIN_LATE_BYTES and num_tokens * self.late_bytes <= 4 * self.reduced_bytes
 
 
 @dataclass(unsafe_hash=True)

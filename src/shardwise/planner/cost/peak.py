@@ -212,7 +212,7 @@ class _Walk(MemoryWalk):
             is_late = unit.is_late(self.num_tokens) if is_direct else work.grad_bytes > step_schedule.MAX_HELD_BYTES
         if is_direct and is_late:
             late_bytes = work.late_bytes or self.num_tokens * unit.late_bytes
-            peak_bytes = work.late_peak_bytes or peak_bytes + late_bytes
+            peak_bytes = work.late_peak_bytes or peak_bytes + late_bytes // 4
         elif is_direct:
             self._open(unit, is_late)
         self.note(f"backward {name}", kind, work.output_bytes + peak_bytes)
