@@ -131,12 +131,13 @@ class Reductions:
         unit = self._units[index]
         states = unit.trainable_states
         taken = [state.take_gradients() for state in states]
-        is_large = sum(grad.nbytes for grads in taken for grad in grads if grad is not None) > MAX_HELD_BYTES
+        # Memory is at its peak: large gradients of autograd do not wait for a second slot, and are not held.
+        counted = [grad for grads in taken for grad in grads if grad is not None] if self._may_be_late else []
+        is_large = sum([grad.nbytes for grad in counted]) > MAX_HELD_BYTES
         if index in self._opened:
             slot = self._opened.pop(index)
         else:
-            is_late = any(state.gradient.late for state in states) or (is_large and self._may_be_late)
-            slot = self._open(index, is_late)
+            slot = self._open(index, is_large or any(state.gradient.late for state in states))
         self._release_taken()
         self._release_left(NUM_OFFLOADED_GRADS - 2)  # one more is reduced now, and one is written
         for state in states:

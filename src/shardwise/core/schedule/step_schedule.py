@@ -37,7 +37,7 @@ NUM_ROW_SLOTS = 2
 # first of them has its gradients in a slot only.
 NUM_OFFLOADED_GRADS = 3
 # Gradients of a unit that autograd allocated are copied into the slot during the next unit's backward, and released
-# after it. If they are larger than this, the computation waits for the copy: memory is at its peak there.
+# after it. For the first units, if gradients are larger than this, the computation waits for the copy.
 MAX_HELD_BYTES = 32 << 20
 # The optimizer updates masters in parts of at least PART_ELEMS: for fewer elements the launch of the update takes
 # longer than the update. Norms are computed over pieces of NORM_ELEMS.

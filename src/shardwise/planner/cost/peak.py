@@ -167,6 +167,7 @@ class _Walk(MemoryWalk):
         self.has_grads: set[str] = set()
         self.slots = [0] * step_schedule.NUM_REDUCTIONS  # bytes of the reduction slots
         self.slot = self.num_opened = 0  # the last one that was opened, and the number of units that have had one
+        self.was_at_peak = False  # True if the last unit may have been late
         self.num_tokens = training.num_tokens
         self.leaving: deque[int] = deque()  # gradients that are being copied to the host, by unit
         self.norm_bytes = 0
@@ -204,11 +205,12 @@ class _Walk(MemoryWalk):
             # the next reduction begins. The root is reduced at the end.
             self.held[GRADS] -= self.fetched
             self.fetched, self.unfetched = self.unfetched, 0
-            if self.fetched > step_schedule.MAX_HELD_BYTES:
+            if self.was_at_peak and self.fetched > step_schedule.MAX_HELD_BYTES:
                 self.held[GRADS] -= self.fetched
                 self.fetched = 0
         is_direct, is_late, late_bytes, peak_bytes = name in self.writes_directly, False, 0, work.backward_peak_bytes
-        if not self.slot_bytes and self.num_opened < step_schedule.NUM_LATE:
+        self.was_at_peak = not self.slot_bytes and self.num_opened < step_schedule.NUM_LATE
+        if self.was_at_peak:
             is_late = unit.is_late(self.num_tokens) if is_direct else work.grad_bytes > step_schedule.MAX_HELD_BYTES
         if is_direct and is_late:
             late_bytes = work.late_bytes or self.num_tokens * unit.late_bytes
