@@ -24,9 +24,11 @@ RESULTS = Path(__file__).parent / "results"
 Rows = Sequence[Compared]
 
 NOTES = """\
-Two things changed after most of these cases were measured. The norm of the gradients no longer makes an fp64 copy of
+Three things changed after most of these cases were measured. The norm of the gradients no longer makes an fp64 copy of
 the largest flat: where that was the peak, the peak of the other phases is compared, and what was reserved is not. A
 recompute stops before its block's last product: steps with checkpointing are compared where they were measured again.
+Gather slots of an embedding and a head are one, and a reduction slot has the size of the unit that uses it, and is
+opened later: most cases are planned with less memory than they took.
 
 `shard_grad_op` and `hybrid_shard_zero2` were faster than planned for large models: the emulated fabric does not fill
 memory again that was given back, products of what is left there draw less power, and the device clocks higher. The

@@ -22,7 +22,7 @@ from ..core.engine.runtime import Engine
 from ..core.optim.probe import num_moments
 from ..core.optim.sharded_optimizer import ShardedOptimizer
 from ..core.schedule.state_bytes import StateBytes, state_bytes
-from ..core.schedule.step_schedule import NUM_REDUCTIONS, NUM_ROW_SLOTS
+from ..core.schedule.step_schedule import NUM_ROW_SLOTS
 from ..core.unit.state import OnDisk
 
 
@@ -113,11 +113,12 @@ def _count(engine: Engine, model: nn.Module, optimizer: ShardedOptimizer | None)
     # Counters, flags, and `blank`: one element per flat, of which the user's parameters are expanded views.
     numbers = [value for value in (engine.reductions.all_used, engine.scale.loss_scale) if value is not None]
     buffers += count([*(value for _, _, value in tensors), *(state.blank for state in states), *numbers])
-    peak_grads, peak_buffers = grads + _released(gradients), buffers + _released([*own, *slots])
+    peak_grads, peak_buffers = grads + _released(gradients), buffers + _released(own)
+    peak_buffers += reduced.peak_bytes - sum(map(reduced.num_bytes, range(len(reduced.slots))))
     # Units' own memory counts as if none were released. The scratch exists only with several micro-batches.
     planned_buffers = registered - whole + sum(schedule.slot_bytes) + NUM_ROW_SLOTS * schedule.row_slot_bytes
     planned_buffers += sum(status.plan.gathered_bytes for status in engine.statuses if status.slot is None)
-    planned_buffers += NUM_REDUCTIONS * schedule.reduction_slot_bytes
+    planned_buffers += schedule.reduction_bytes(keeps_slots=not reduced.gives_back)
     planned_buffers += 0 if reduced.scratch_memory is None else schedule.scratch_bytes
     now, peak, reserved = _in_use(device)
     held = params + masters_and_moments

@@ -115,7 +115,8 @@ class Assessment:
         if self.training.engine == "fsdp2":
             return fsdp2_memory_of(self.schedule, self.works, self.training)
         workspace_bytes = peak.WORKSPACE_BYTES if self.machine.has_reserve else 0
-        return peak.memory_of(self.schedule, self.events, self.works, self.training, workspace_bytes)
+        keeps_slots = not self.machine.has_reserve
+        return peak.memory_of(self.schedule, self.events, self.works, self.training, workspace_bytes, keeps_slots)
 
     @cached_property
     def reserved(self) -> peak.Reserved:

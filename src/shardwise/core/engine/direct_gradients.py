@@ -44,12 +44,12 @@ class _Linear(torch.autograd.Function):
             # True if this backward adds to weight.grad (it will execute the node next_functions[1]), and no hook needs
             # the gradient as a tensor.
             is_direct = (
-                gradient.places is not None
-                and not torch.is_grad_enabled()
+                not torch.is_grad_enabled()
                 and torch._C._will_engine_execute_node(ctx.next_functions[1][0])
                 and param.requires_grad  # it may have been frozen since the forward
                 and not param._backward_hooks
                 and not param._post_accumulate_grad_hooks
+                and (gradient.places is not None or gradient.ask_to_open(rows.shape[0]))
             )
         except RuntimeError:
             is_direct = False  # torch.autograd.grad was called for this very weight
@@ -85,7 +85,6 @@ def install_direct_gradients(units: Iterable[Unit], modules: dict[str, nn.Module
                     is_plain = is_linear and "forward" not in module.__dict__ and "bias" in module._parameters
                     if site.attribute == "weight" and is_plain:
                         module.forward = _forward(module, state, index)
-                        unit.writes_directly = True
 
 
 def _forward(module: Any, state: FlatState, index: int) -> Any:

@@ -1,15 +1,17 @@
 """Reductions of gradients: from where a backward writes them to where the optimizer reads them.
 
-A reduction is opened (its gradients get memory), written, started and finished. It is opened before the unit's backward
-if layers of the unit write their gradients there directly, else when it is started. Starting and finishing have a lane
-each, so that the start of a reduction never waits for the one before. On a GPU the finish is queued at once. On a CPU
-it would block the caller: there the last hop, the one between nodes, stays in flight until the slot is needed again or
-the backward ends. Gradients that the host reads are copied to it on a third lane; then their slot is free. The update
-of masters has a fourth lane and waits for the reductions that it needs. An early update runs during the backward.
+A reduction is opened (its gradients get memory), written, started and finished. It is opened when a layer of the unit
+writes the first gradient there directly. If no layer does, or the unit is late, it is opened when it is started.
+Starting and finishing have a lane each, so that the start of a reduction never waits for the one before. On a GPU the
+finish is queued at once. On a CPU it would block the caller: there the last hop, the one between nodes, stays in flight
+until the slot is needed again or the backward ends. Gradients that the host reads are copied to it on a third lane;
+then their slot is free. The update of masters has a fourth lane and waits for the reductions that it needs. An early
+update runs during the backward.
 """
 
 from collections import deque
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -17,7 +19,7 @@ from torch import Tensor
 
 from ...base.errors import StateError
 from ..mesh import Mesh
-from ..schedule.step_schedule import NUM_OFFLOADED_GRADS, NUM_REDUCTIONS, Schedule
+from ..schedule.step_schedule import MAX_HELD_BYTES, NUM_LATE, NUM_OFFLOADED_GRADS, NUM_REDUCTIONS, Schedule
 from ..schedule.unit_status import UnitStatus
 from ..unit.gradient import Room
 from ..unit.state import FlatState, Unit
@@ -48,12 +50,16 @@ class Reductions:
         # Waits until the host's update has read a flat's gradient, because the next gradient overwrites it.
         self._await_update = host_jobs.await_update_of
         self.memory = ReductionMemory(schedule, device)
+        for unit in units:
+            for state in unit.trainable_states:
+                state.gradient.ask_to_open = partial(self._open_for_compute, unit.index)
         self.lanes = tuple(Lane(device) for _ in range(4))
         self._lane, self._finish_lane, self._leave_lane, self._update_lane = self.lanes
         # The point after which a gradient is on the host; flats whose device memory is released after their points.
         self.arrived: dict[FlatState, Mark] = {}
         self._left: deque[tuple[FlatState, tuple[Mark, ...]]] = deque()
-        self._next_slot = 0
+        # The slot that was opened last, and the number of units that have had one in this backward.
+        self._slot = self._num_opened = 0
         # Units that are not reduced yet in this backward, in the schedule's order.
         self._due: deque[int] = deque()
         # Units whose gradients are being written, and their slots.
@@ -79,45 +85,66 @@ class Reductions:
         self.refuse_after_early("backward")
         self.wait()
         self._due = deque(order)
+        self._slot = self._num_opened = 0
 
     def start_complete(self, is_sync: bool, all_units: bool = False) -> None:
         """Start the next reductions in the schedule's order, up to the first unit whose gradients are not complete."""
         while self._due and (all_units or self._statuses[self._due[0]].is_complete):
             self._start(self._due.popleft(), is_sync)
 
-    def open_for_compute(self, index: int) -> None:
-        """Give a unit's gradients memory before its backward, which writes them there. Only the next unit to be reduced
-        gets it: any other could take the slot that the next one needs."""
-        if self._due and self._due[0] == index and index not in self._opened:
-            slot = self._opened[index] = self._open(index)
-            self._lane.compute_waits_for(*self.memory.freed.get(slot, ()))
+    def _open_for_compute(self, index: int, num_tokens: int) -> bool:
+        """Give a unit's gradients memory when its backward is about to write the first of them there, unless the unit
+        is late. Only the next unit to be reduced gets it: any other could take the slot that the next one needs."""
+        if not self._due or self._due[0] != index:
+            return False
+        if not (self._may_be_late and self._statuses[index].plan.is_late(num_tokens)):
+            self._opened[index] = self._open(index, is_late=False)
+        return True
 
-    def _open(self, index: int) -> int | None:
-        unit = self._units[index]
-        slot = self._next_slot if self._statuses[index].plan.reduced_bytes else None
-        if slot is not None:
-            self._next_slot = (slot + 1) % NUM_REDUCTIONS
+    @property
+    def _may_be_late(self) -> bool:
+        return self.memory.gives_back and self._num_opened < NUM_LATE
+
+    def _open(self, index: int, is_late: bool) -> int | None:
+        """Give a unit's gradients memory: in the slot of the unit before, if it is late, else in the other slot."""
+        unit, num_bytes = self._units[index], self._statuses[index].plan.reduced_bytes
+        slot = None
+        if num_bytes:
+            slot = self._slot = self._slot if is_late else (self._slot + 1) % NUM_REDUCTIONS
+            self._num_opened += 1
             while slot in [started.slot for started in self._started]:
                 self._finish_oldest()
-        for state, room in zip(unit.trainable_states, self.memory.rooms(unit, slot), strict=True):
+            # The computation writes the slot, or releases its memory, which may then become an activation.
+            self._lane.compute_waits_for(*self.memory.freed.get(slot, ()))
+        for state, room in zip(unit.trainable_states, self.memory.rooms(unit, slot, num_bytes), strict=True):
             if state.flat.host_updates and state.gradient.stage == "final":
                 # The final gradient becomes a partial sum again, in the same memory.
                 self.await_on_host(state)
             elif state.flat.grads_on_host:
                 self._lane.compute_waits_for(self.arrived.get(state))
             state.gradient.open(slot, room)
+            if state.gradient.late:
+                state.gradient.put_late()
         return slot
 
     def _start(self, index: int, is_sync: bool) -> None:
         unit = self._units[index]
-        slot = self._opened.pop(index) if index in self._opened else self._open(index)
-        self._release_taken()
-        self._release_left(NUM_OFFLOADED_GRADS - 2)  # two more are being written and reduced
         states = unit.trainable_states
         taken = list(map(FlatState.take_gradients, states))
+        # Memory is at its peak: large gradients of autograd do not wait for a second slot, and are not held.
+        counted = [grad for grads in taken for grad in grads if grad is not None] if self._may_be_late else []
+        is_large = sum([grad.nbytes for grad in counted]) > MAX_HELD_BYTES
+        if index in self._opened:
+            slot = self._opened.pop(index)
+        else:
+            slot = self._open(index, is_large or any(state.gradient.late for state in states))
+        self._release_taken()
+        self._release_left(NUM_OFFLOADED_GRADS - 2)  # one more is reduced now, and one is written
+        for state in states:
+            state.gradient.fetch()
         if torch.is_grad_enabled():  # create_graph=True: gradients have graphs of their own
             taken = [[None if grad is None else grad.detach() for grad in grads] for grads in taken]
-        with self._lane.after_compute().after(*self.memory.freed.get(slot, ()), name=f"reduce {unit.name}"):
+        with self._lane.after_compute(f"reduce {unit.name}"):
             hop_chains = [
                 state.gradient.start_reduction(grads, is_sync, self._channels, self.memory.scratch)
                 for state, grads in zip(states, taken, strict=True)
@@ -125,6 +152,8 @@ class Reductions:
             mark = self._lane.mark()
         self._started.append(Started(states, is_sync, slot, mark))
         self._taken = (taken, mark)
+        if is_large:
+            self._release_taken()
         if self._finish_lane.queues:
             self._finish_oldest()
         else:
@@ -205,7 +234,7 @@ class Reductions:
         self.memory.give_back()
         for state in self._states:
             state.take_gradients()
-            state.gradient.places = None
+            state.gradient.drop_places()
 
     # Between backward and optimizer.
 
@@ -311,30 +340,31 @@ class Reductions:
 class ReductionMemory:
     """The slots in which gradients are reduced, allocated at the first reduction of a backward.
 
-    On a GPU they are released at its end, and the caching allocator reuses them for activations of the next forward. On
-    a CPU they stay: freed blocks of this size go back to the system, and fresh pages cost more than writing a gradient.
+    On a GPU a slot has the size of the unit that uses it, and all are released at the end of the backward. The caching
+    allocator reuses their memory for activations. On a CPU they stay, and fit the largest unit: freed blocks of this
+    size go back to the system, and fresh pages cost more than writing a gradient.
     """
 
     def __init__(self, schedule: Schedule, device: torch.device) -> None:
-        self._num_bytes = schedule.reduction_slot_bytes
+        self._largest = schedule.reduction_slot_bytes
         self._device = device
         self.gives_back = device.type == "cuda"
+        # The memory of each slot now, and all tensors for slots, by slot and size. At most one of a slot has memory.
         self.slots: list[Tensor | None] = [None] * NUM_REDUCTIONS
+        self._sized: dict[tuple[int, int], Tensor] = {}
+        self.peak_bytes = 0
         self._rooms: dict[tuple[int, int], list[Room]] = {}
         # The points after which a slot may be written again.
         self.freed: dict[int | None, tuple[Mark, ...]] = {}
         self.scratch_memory: Tensor | None = None
         self._scratch_bytes = schedule.scratch_bytes
 
-    def rooms(self, unit: Unit, slot: int | None) -> list[Room]:
-        """The memory in a slot for every trainable flat of a unit. A unit without elements has no slot."""
+    def rooms(self, unit: Unit, slot: int | None, num_bytes: int) -> list[Room]:
+        """The memory in a slot for every trainable flat of a unit, `num_bytes` in all. A unit without elements has no
+        slot. The computation has waited until the slot is free."""
         if slot is None:
             return [(None, None)] * len(unit.trainable_states)
-        memory = self.slots[slot]
-        if memory is None:
-            memory = self.slots[slot] = torch.empty(self._num_bytes, dtype=torch.uint8, device=self._device)
-        elif memory.untyped_storage().nbytes() == 0:
-            memory.untyped_storage().resize_(self._num_bytes)
+        memory = self._fetch(slot, num_bytes if self.gives_back else self._largest)
         key = (unit.index, slot)
         if key not in self._rooms:
             flats = [state.flat for state in unit.trainable_states]
@@ -348,6 +378,30 @@ class ReductionMemory:
             ]
         return self._rooms[key]
 
+    def _fetch(self, slot: int, num_bytes: int) -> Tensor:
+        memory = self._sized.get((slot, num_bytes))
+        if memory is not None and memory is self.slots[slot] and self.num_bytes(slot):
+            return memory
+        self.release(slot)
+        if memory is None:
+            memory = self._sized[slot, num_bytes] = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
+        else:
+            memory.untyped_storage().resize_(num_bytes)
+        self.slots[slot] = memory
+        self.peak_bytes = max(self.peak_bytes, sum(map(self.num_bytes, range(NUM_REDUCTIONS))))
+        return memory
+
+    def num_bytes(self, slot: int) -> int:
+        """Bytes that a slot has now: none, if it is released."""
+        memory = self.slots[slot]
+        return 0 if memory is None else memory.untyped_storage().nbytes()
+
+    def release(self, slot: int) -> None:
+        """Release a slot, once the computation has waited for its reduction. Views of it stay valid."""
+        memory = self.slots[slot]
+        if memory is not None:
+            memory.untyped_storage().resize_(0)
+
     def scratch(self, num_bytes: int) -> Tensor:
         """Memory for sums of earlier micro-batches, which come back from the host one after the other."""
         if self.scratch_memory is None:
@@ -355,9 +409,8 @@ class ReductionMemory:
         return self.scratch_memory[:num_bytes]
 
     def give_back(self) -> None:
-        """Release the slots, once the computation has waited for all reductions. Views of them stay valid."""
+        """Release all slots, once the computation has waited for all reductions."""
         if self.gives_back:
             self.freed.clear()
-            for memory in self.slots:
-                if memory is not None:
-                    memory.untyped_storage().resize_(0)
+            for slot in range(NUM_REDUCTIONS):
+                self.release(slot)

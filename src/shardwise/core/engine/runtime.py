@@ -282,8 +282,6 @@ class Engine:
         self.reductions.start_complete(self.is_sync)
         if self.schedule.units[index].backward_reads:
             receive(index)
-        if self.units[index].writes_directly:
-            self.reductions.open_for_compute(index)
 
     def _refuse_backward(self, call: ForwardCall) -> None:
         status = self.statuses[call.unit]

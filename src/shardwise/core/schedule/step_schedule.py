@@ -26,10 +26,19 @@ from .flat import Flat
 ALIGN_BYTES = 2 * BLOCK_ELEMS
 # Reduction slots: one is reduced while the next is written. Gradients that stay whole on the device need none.
 NUM_REDUCTIONS = 2
+# The first units of a backward, when most activations are alive, may be late (`UnitPlan.is_late`): weight gradients are
+# computed at the end of the unit's backward, in the slot of the unit before, which is reduced by then.
+NUM_LATE = 5
+# A smaller slot is not worth waiting for.
+MIN_LATE_BYTES = 64 << 20
 # The number of gathers of encoded parameters in flight at a time.
 NUM_ROW_SLOTS = 2
-# The number of units that have gradients on the device at once if these are offloaded: written, reduced, copied.
+# The number of units that have gradients on the device at once if these are offloaded: written, reduced, copied. The
+# first of them has its gradients in a slot only.
 NUM_OFFLOADED_GRADS = 3
+# Gradients of a unit that autograd allocated are copied into the slot during the next unit's backward, and released
+# after it. For the first units, if gradients are larger than this, the computation waits for the copy.
+MAX_HELD_BYTES = 32 << 20
 # The optimizer updates masters in parts of at least PART_ELEMS: for fewer elements the launch of the update takes
 # longer than the update. Norms are computed over pieces of NORM_ELEMS.
 PART_ELEMS = 32 << 20
@@ -58,6 +67,14 @@ class UnitPlan:
         self.gathered_row_bytes = sum(aligned(flat.gathered_row_bytes) for flat in flats)
         # Bytes in a reduction slot: for gradients that are split or offloaded, and for encoded rows.
         self.reduced_bytes = sum(aligned(flat.reduced_bytes) + aligned(flat.exchanged_bytes) for flat in flats)
+        # Bytes per token that the gradients of linear layers are computed from: inputs, and gradients of outputs.
+        trained = [(param, flat) for flat in flats if flat.trainable for param in flat.params if len(param.shape) == 2]
+        self.late_bytes = sum(sum(param.shape) * flat.compute.itemsize for param, flat in trained)
+
+    def is_late(self, num_tokens: int) -> bool:
+        """True if a slot takes more memory than a quarter of what its gradients are computed from: less than that is
+        held longer when memory is at its peak. The rest is alive anyway, or comes later."""
+        return self.reduced_bytes >= MIN_LATE_BYTES and num_tokens * self.late_bytes <= 4 * self.reduced_bytes
 
 
 @dataclass(unsafe_hash=True)
@@ -90,6 +107,15 @@ class Schedule:
         # A slot for the encoded rows of a gather in flight, and one for a reduction.
         self.row_slot_bytes = max(unit.gathered_row_bytes for unit in units)
         self.reduction_slot_bytes = max(unit.reduced_bytes for unit in units)
+        self._slot_sizes = [units[at].reduced_bytes for at in self.reduce_order if units[at].reduced_bytes]
+
+    def reduction_bytes(self, keeps_slots: bool) -> int:
+        """The largest memory of the reduction slots. With `keeps_slots` (on a CPU) each fits the largest unit; without,
+        each has the size of the unit that uses it."""
+        sizes = self._slot_sizes
+        if keeps_slots:
+            return min(NUM_REDUCTIONS, len(sizes)) * self.reduction_slot_bytes
+        return max((sum(sizes[at : at + NUM_REDUCTIONS]) for at in range(len(sizes))), default=0)
 
 
 def aligned(num_bytes: int) -> int:
@@ -100,16 +126,17 @@ def make_schedule(units: Sequence[UnitPlan], order: Sequence[int], budget_bytes:
     """Make a schedule. `budget_bytes` limits the ring of gather slots; without it one unit is prefetched."""
     ring = [unit for unit in order if units[unit].layout.gathered_until == "forward" and not units[unit].holds_units]
     num_slots = _ring_size([units[unit] for unit in ring], budget_bytes)
+    slots, slot_bytes = _slots_in_turn([units[unit] for unit in ring], num_slots)
     slot_of: list[int | None] = [None] * len(units)
-    slot_bytes = [0] * min(num_slots, len(ring))
-    for position, unit in enumerate(ring):
-        slot = position % num_slots
+    for unit, slot in zip(ring, slots, strict=True):
         slot_of[unit] = slot
-        slot_bytes[slot] = max(slot_bytes[slot], units[unit].gathered_bytes)
     before_forward: list[tuple[int, ...]] = [()] * len(units)
     before_backward: list[tuple[int, ...]] = [()] * len(units)
     for position, index in enumerate(order):
-        before_forward[index] = (index, *_ahead(units, order[position + 1 :], num_slots - 1))
+        ahead = _ahead(units, order[position + 1 :], num_slots - 1)
+        # The second unit of the ring may have the slot of the first, and is not prefetched then.
+        free = (other for other in ahead if slot_of[other] is None or slot_of[other] != slot_of[index])
+        before_forward[index] = (index, *free)
         # The backward of a unit that holds others begins before theirs: that is too early to prefetch other units.
         others = () if units[index].holds_units else _ahead(units, order[:position][::-1], num_slots - 1)
         before_backward[index] = tuple(other for other in (index, *others) if units[other].backward_reads)
@@ -122,6 +149,27 @@ def make_schedule(units: Sequence[UnitPlan], order: Sequence[int], budget_bytes:
         tuple(before_backward),
         before_forward[order[0]],
     )
+
+
+def _slots_in_turn(ring: Sequence[UnitPlan], num_slots: int) -> tuple[list[int], list[int]]:
+    """Return the slot of every unit in the ring, and the sizes of the slots.
+
+    Two slots are used in turn. An embedding and a head are larger than blocks. If they would enlarge both slots, the
+    embedding shares the slot of the first block: its backward gathers nothing, and its forward is short.
+    """
+    slots = [position % num_slots for position in range(len(ring))]
+    found = slots, _slot_bytes(ring, slots)
+    if num_slots == 2 and len(ring) > 2 and not ring[0].backward_reads:
+        slots = [0, *slots[:-1]]
+        found = min(found, (slots, _slot_bytes(ring, slots)), key=lambda each: sum(each[1]))
+    return found
+
+
+def _slot_bytes(ring: Sequence[UnitPlan], slots: Sequence[int]) -> list[int]:
+    sizes = [0] * len(set(slots))
+    for unit, slot in zip(ring, slots, strict=True):
+        sizes[slot] = max(sizes[slot], unit.gathered_bytes)
+    return sizes
 
 
 def _ahead(units: Sequence[UnitPlan], following: Sequence[int], num_leaves: int) -> tuple[int, ...]:

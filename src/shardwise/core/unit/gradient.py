@@ -19,7 +19,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ...base.errors import ConfigurationError
+from ...base.errors import ConfigurationError, StateError
 from ...base.intervals import cuts
 from ..schedule.flat import Flat
 from ..schedule.step_schedule import NORM_ELEMS
@@ -86,6 +86,11 @@ class Gradient:
         self.square: Tensor | None = None
         self.clipped_by: Tensor | None = None
         self.leaving: tuple[Tensor, Tensor] | None = None
+        # Takes a number of tokens and returns True if `put` may be called: the memory is open now, or the unit is late.
+        # Set by the engine.
+        self.ask_to_open: Callable[[int], bool] = lambda num_tokens: False
+        # For a unit that is late: the arguments of `put`, and versions of the gradients among them.
+        self.late: list[tuple[int, Tensor, Tensor, int]] = []
         # During a backward: memory for each parameter's gradient, and whether it holds a sum to add to; paddings; the
         # buffer that contains these; memory for encoded rows.
         self.places: tuple[Tensor, ...] | None = None
@@ -139,10 +144,9 @@ class Gradient:
         if self.stage == "final":
             self.apply_clip()
             self._make_local()
-        grads = self.fetch()
         self.square = self.clipped_by = None
         self._slot, (in_slot, self._rows) = slot, room
-        self._buffer = buffer = grads if in_slot is None else in_slot
+        self._buffer = buffer = self.fetch() if in_slot is None else in_slot
         key = None if in_slot is None else slot
         if key not in self._places_in:
             parts = buffer.split_with_sizes(cuts(self.flat.intervals, self.flat.num_elems))
@@ -151,12 +155,15 @@ class Gradient:
         self.places, self._paddings = self._places_in[key]
         adds = self.flat.depth_of_grads == 0 and self.stage == "local"
         if adds and self.flat.grads_on_host:
-            self.carrier.copy(buffer, grads)
+            self.carrier.copy(buffer, self.fetch())
         self.written = [adds] * len(self.places)
 
     def put(self, index: int, rows: Tensor, inputs: Tensor) -> None:
-        """Write the gradient of a linear layer's weight: `rows.T @ inputs`, with shapes (n, out) and (n, in)."""
-        assert self.places is not None
+        """Write the gradient of a linear layer's weight: `rows.T @ inputs`, with shapes (n, out) and (n, in). If the
+        unit is late, `put_late` does it."""
+        if self.places is None:
+            self.late.append((index, rows, inputs, rows._version))
+            return
         place, beta, alpha = self.places[index], float(self.written[index]), self.scale.before
         if place.dtype == rows.dtype:
             torch.addmm(place, rows.t(), inputs, beta=beta, alpha=alpha, out=place)
@@ -166,6 +173,23 @@ class Gradient:
         else:
             torch.ops.aten.addmm.dtype_out(place, rows.t(), inputs, place.dtype, beta=beta, alpha=alpha, out=place)
         self.written[index] = self.used[index] = True
+
+    def put_late(self) -> None:
+        """Write the gradients of a unit that is late, in the order of its backward."""
+        late, self.late = self.late, []
+        with torch.no_grad():
+            for index, rows, inputs, version in late:
+                if rows._version != version:
+                    name = self.flat.params[index].name
+                    raise StateError(
+                        f"the backward changed the gradient of the output of {name!r} in place, and the gradient of "
+                        "the weight is computed from it: do not change gradients in place"
+                    )
+                self.put(index, rows, inputs)
+
+    def drop_places(self) -> None:
+        """Forget what a failed backward has written, and what it was about to write."""
+        self.places, self.late = None, []
 
     def _close(self, taken: Sequence[Tensor | None]) -> None:
         """Write the gradients that autograd left on the compute parameters, or add them to those that `put` wrote."""

@@ -249,8 +249,6 @@ class Unit:
         self.module = module
         self.states = states
         self.trainable_states = [state for state in states if state.flat.trainable]
-        # True if some of its modules write their gradients directly into the memory that is reduced.
-        self.writes_directly = False
         self._compute_params = tuple(param for state in states for param in state.compute_params)
         # Those whose memory is not the master, or not the only one.
         copies = [state for state in states if not state.flat.master_is_whole or state.flat.num_ranks > 1]

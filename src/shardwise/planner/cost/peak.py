@@ -111,9 +111,11 @@ def memory_of(
     works: Mapping[str, Work],
     training: Training,
     workspace_bytes: int = WORKSPACE_BYTES,
+    keeps_slots: bool = False,
 ) -> Memory:
-    """Walk through `events`: a step, including the copies of offloaded activations."""
-    walk = _Walk(schedule, works, training)
+    """Walk through `events`: a step, including the copies of offloaded activations. `keeps_slots`: on a CPU, where
+    reduction slots fit the largest unit."""
+    walk = _Walk(schedule, works, training, keeps_slots)
     walk.held[ACTIVATIONS] += workspace_bytes
     last_forward = max(index for index, event in enumerate(events) if event.verb == "forward")
     for index, event in enumerate(events):
@@ -134,9 +136,10 @@ def memory_of(
 class _Walk(MemoryWalk):
     """Tracks the memory of our engine; each method accounts for one kind of event."""
 
-    def __init__(self, schedule: Schedule, works: Mapping[str, Work], training: Training) -> None:
+    def __init__(self, schedule: Schedule, works: Mapping[str, Work], training: Training, keeps_slots: bool) -> None:
         super().__init__()
         self.schedule, self.works = schedule, works
+        self.slot_bytes = schedule.reduction_slot_bytes if keeps_slots else 0  # 0: the size of each unit
         self.units = {unit.name: unit for unit in schedule.units}
         self.frees_after_backward: set[str] = set()  # units with gathered memory of their own, which is freed after use
         self.writes_directly: set[str] = set()  # units with direct gradients (core/engine/direct_gradients.py)
@@ -150,10 +153,9 @@ class _Walk(MemoryWalk):
                 self.held[GATHERED] += unit.gathered_bytes
             if slot is None and unit.gives_back:
                 self.frees_after_backward.add(unit.name)
-            # Layers that write gradients directly need the memory for them before their backward, others after it.
-            # Blocks write directly. So does a head, unless the loss computes the head's gradients itself.
-            work = works[unit.name]
-            is_direct = work.kind == "activations" or 2 * work.grad_bytes < unit.trained_bytes
+            # Layers that write gradients directly need the memory for them in their backward, others after it. Blocks
+            # write directly unless they are compiled. So does a head, unless the loss computes its gradients itself.
+            is_direct = 2 * works[unit.name].grad_bytes < unit.trained_bytes
             if is_direct and unit.backward_reads and not unit.holds_units:
                 self.writes_directly.add(unit.name)
         self.held[GATHERED] += sum(schedule.slot_bytes) + step_schedule.NUM_ROW_SLOTS * schedule.row_slot_bytes
@@ -163,7 +165,10 @@ class _Walk(MemoryWalk):
         self.on_device: deque[int] = deque()  # offloadable bytes that are still on the device
         self.is_gathered: set[str] = set()
         self.has_grads: set[str] = set()
-        self.num_slots = 0
+        self.slots = [0] * step_schedule.NUM_REDUCTIONS  # bytes of the reduction slots
+        self.slot = self.num_opened = 0  # the last one that was opened, and the number of units that have had one
+        self.was_at_peak = False  # True if the last unit may have been late
+        self.num_tokens = training.num_tokens
         self.leaving: deque[int] = deque()  # gradients that are being copied to the host, by unit
         self.norm_bytes = 0
         # Bytes of gradients that autograd allocated: since the last reduction began, before that, and for the root.
@@ -200,12 +205,25 @@ class _Walk(MemoryWalk):
             # the next reduction begins. The root is reduced at the end.
             self.held[GRADS] -= self.fetched
             self.fetched, self.unfetched = self.unfetched, 0
-        if name in self.writes_directly:
-            self._open_for(unit, is_last)
-        self.note(f"backward {name}", kind, work.output_bytes + work.backward_peak_bytes)
+            if self.was_at_peak and self.fetched > step_schedule.MAX_HELD_BYTES:
+                self.held[GRADS] -= self.fetched
+                self.fetched = 0
+        is_direct, is_late, late_bytes, peak_bytes = name in self.writes_directly, False, 0, work.backward_peak_bytes
+        self.was_at_peak = not self.slot_bytes and self.num_opened < step_schedule.NUM_LATE
+        if self.was_at_peak:
+            is_late = unit.is_late(self.num_tokens) if is_direct else work.grad_bytes > step_schedule.MAX_HELD_BYTES
+        if is_direct and is_late:
+            late_bytes = work.late_bytes or self.num_tokens * unit.late_bytes
+            peak_bytes = work.late_peak_bytes or peak_bytes + late_bytes // 4
+        elif is_direct:
+            self._open(unit, is_late)
+        self.note(f"backward {name}", kind, work.output_bytes + peak_bytes)
         self.held[kind] -= work.saved_bytes
-        if unit.trainable and name not in self.writes_directly:
-            self._open_for(unit, is_last)
+        if unit.trainable:
+            if is_late or not is_direct:
+                self._open(unit, is_late)
+                self.note(f"reduce {name}", GRADS, work.grad_bytes + late_bytes)
+            self._reduce(unit, is_last)
             self.note(f"reduce {name}", GRADS, work.grad_bytes)
         self.held[GRADS] += work.grad_bytes
         self.unfetched += work.grad_bytes
@@ -226,18 +244,26 @@ class _Walk(MemoryWalk):
             self.of_root += loss.grad_bytes
         self.input_bytes = 0
 
-    def _open_for(self, unit: UnitPlan, is_last: bool) -> None:
-        """Add the memory of a unit's gradients and, if needed, of a reduction slot."""
-        if unit.reduced_bytes and self.num_slots < step_schedule.NUM_REDUCTIONS:
-            self.num_slots += 1
-            self.held[REDUCE] += self.schedule.reduction_slot_bytes
+    def _open(self, unit: UnitPlan, is_late: bool) -> None:
+        """Add the memory that a unit's backward writes: in the reduction slot of the unit before, if it is late, else
+        in the other slot; or that of whole gradients."""
+        if unit.name not in self.has_grads:
+            self.held[GRADS] += state_bytes.resting_grads([flat for flat in unit.flats if not flat.reduces_in_slot])
+        if unit.reduced_bytes:
+            slot = self.slot = self.slot if is_late else (self.slot + 1) % step_schedule.NUM_REDUCTIONS
+            self.num_opened += 1
+            self.held[REDUCE] += (self.slot_bytes or unit.reduced_bytes) - self.slots[slot]
+            self.slots[slot] = self.slot_bytes or unit.reduced_bytes
+
+    def _reduce(self, unit: UnitPlan, is_last: bool) -> None:
+        """Add the memory of a unit's reduced gradients."""
         if unit.name not in self.has_grads:
             self.has_grads.add(unit.name)
-            self.held[GRADS] += state_bytes.resting_grads(unit.flats)
+            self.held[GRADS] += state_bytes.resting_grads([flat for flat in unit.flats if flat.reduces_in_slot])
         for_host = [flat for flat in unit.flats if flat.host_updates]
         if for_host and is_last:
             self.leaving.append(state_bytes.resting_grads(for_host))
-            if len(self.leaving) > step_schedule.NUM_OFFLOADED_GRADS:
+            if len(self.leaving) == step_schedule.NUM_OFFLOADED_GRADS:  # one of them is in a slot only
                 self.held[GRADS] -= self.leaving.popleft()
             # The norm of offloaded gradients is computed piece by piece, in scratch memory.
             needed = 8 * min(max(flat.num_master for flat in for_host), step_schedule.NORM_ELEMS)
@@ -247,8 +273,8 @@ class _Walk(MemoryWalk):
     def _end_backward(self) -> None:
         self.held[GRADS] -= self.unfetched + self.fetched + self.of_root
         self.unfetched = self.fetched = self.of_root = 0
-        self.held[REDUCE] -= self.num_slots * self.schedule.reduction_slot_bytes
-        self.num_slots = 0
+        self.held[REDUCE] -= sum(self.slots)
+        self.slots, self.slot, self.num_opened = [0] * step_schedule.NUM_REDUCTIONS, 0, 0
         self.in_backward = False
 
     def update(self, clips: bool) -> None:

@@ -138,10 +138,10 @@ def _works(shape: ModelShape, training: Training) -> tuple[tuple[str, Work], ...
     block_names = [unit.name for unit in units if unit.path.rpartition(".")[2].isdigit()]
     num_elems = training.num_tokens * shape.hidden
     block = block_of(shape, is_ours)
-    run_block = partial(measure, block, num_elems, itemsize, habits, checkpointing=training.checkpointing)
-    other_block = run_block()
+    run = partial(measure, block, num_elems, itemsize, checkpointing=training.checkpointing)
+    other_block = _run_block(run, habits)
     # With adapters, the input of the first block has no gradient.
-    first_block = run_block(needs_input_grad=False) if training.lora else other_block
+    first_block = _run_block(run, habits, needs_input_grad=False) if training.lora else other_block
     num_rows = shape.vocab + (shape.num_positions if positions is None else 0)
     embedding_work = _embedding(shape, training, num_rows)
     works = {ROOT: _beginning(shape, training, None if embed else embedding_work)}
@@ -159,6 +159,12 @@ def _works(shape: ModelShape, training: Training) -> tuple[tuple[str, Work], ...
     works[head or LOSS] = measure(run_end, num_elems, itemsize, replace(habits, is_fused=False), kind="loss")
     names = {unit.name for unit in units}
     return tuple((name, work) for name, work in works.items() if name in names or name == LOSS)
+
+
+def _run_block(run: Callable[..., Work], habits: Habits, needs_input_grad: bool = True) -> Work:
+    """Return the work of a block, also with gradients of weights that are computed at the end of its backward."""
+    now, late = (run(each, needs_input_grad=needs_input_grad) for each in (habits, replace(habits, is_late=True)))
+    return replace(now, late_peak_bytes=late.backward_peak_bytes, late_bytes=late.grad_bytes - now.grad_bytes)
 
 
 def _beginning(shape: ModelShape, training: Training, embedding_work: Work | None) -> Work:

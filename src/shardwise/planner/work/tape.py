@@ -73,11 +73,13 @@ class Weight:
 @dataclass(frozen=True, slots=True)
 class Habits:
     """How a model is run. `writes_directly`: plain linear layers write their gradients into buffers of the engine.
+    `is_late`: they do so after the unit's backward, and hold what these are computed from until then.
     `is_fused`: the code is compiled; then it fuses elementwise chains, and writes no gradients directly. `rank`: of the
     LoRA adapters on `targets`, which alone are trained; 0: no adapters, all weights are trained. `keeps_every_second`:
     selective checkpointing saves every second product, as in torchtitan, instead of those that our rule selects."""
 
     writes_directly: bool = True
+    is_late: bool = False
     is_fused: bool = False
     rank: int = 0
     targets: tuple[str, ...] = ()
@@ -123,6 +125,7 @@ class Tape(Meter):
         super().__init__()
         self.itemsize, self.habits = itemsize, habits
         self.grads: list[Tensor] = []
+        self.late: list[Tensor] = []
         # Results that a selective checkpoint saves: its forward fills the list, its recompute empties it.
         self.kept: list[list[Tensor]] | None = None
         # Length of `kept` when the last tensor was saved for the backward. Compiled code does not save later results.
@@ -190,11 +193,14 @@ class Tape(Meter):
             saved += [*beside, *([out.alias()] if kernel.saves_result else [])]
             self._count_saved(len(beside) + kernel.saves_result)
         sizes = [(x.num_elems, x.itemsize) if x.node else None for x in inputs]
+        held = node.saved = [] if self.drops_saved else saved
 
         def backward(grads: Gradients) -> list[Tensor | None]:
             grad = grads.pop()
             assert grad is not None
             scratch = self.new(kernel.scratch_bytes, 1)
+            if self.habits.is_late and any(weight.is_direct and weight.trainable for weight in weights):
+                self.late += [grad.alias(), *(tensor.alias() for tensor in held)]
             found: list[Tensor | None] = []
             for weight in weights:
                 if weight.trainable and not weight.is_direct:
@@ -205,7 +211,6 @@ class Tape(Meter):
             del scratch
             return found
 
-        node.saved = [] if self.drops_saved else saved
         node.backward, out.node = backward, node
         return out
 

@@ -49,6 +49,10 @@ class Work:
     attention_flops: float = 0.0
     moved_bytes: float = 0.0  # memory traffic of the forward, without products and attention
     num_kernels: int = 0
+    # If gradients of weights are computed at the end of the backward: its peak until then, and the bytes that they are
+    # computed from, which are alive at the end. 0: unknown.
+    late_peak_bytes: int = 0
+    late_bytes: int = 0
     # The share of the forward's FLOP (products and attention) that the backward recomputes.
     recomputed: float = 0.0
     kind: Kind = "activations"
