@@ -305,6 +305,7 @@ def _sharded(
         skip_nonfinite=settings.skip_nonfinite,
         batch=(batching.micro_size, seq_length, batching.num_micro) if is_automatic else None,
         disk_path=offload.folder,
+        speculation=settings.speculation,
     )
     context.model, context.optimizer = model, optimizer
     context.planned = planned = plan_of(drafted, model)

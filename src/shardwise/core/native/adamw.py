@@ -21,6 +21,7 @@ from torch.optim.adam import adam
 from ...base.errors import StateError
 from .library import DTYPES, library, struct_fields
 
+ROWS = ("master", "exp_avg", "exp_avg_sq")
 BLOCK_ELEMS = 256  # elements of an 8-bit moment that share a scale
 LEAST_SCALE = 1e-12  # smallest scale of such a block, as in torchao: a block of zeros has a scale, too
 CHUNK_ELEMS = 1 << 20  # torch's operations work on this many elements at a time, which stay in the caches
@@ -105,8 +106,8 @@ class AdamUpdate:
         wanted["grad"] = (self.grad, num_elems, DTYPES)
         if self.out is not None:
             wanted["out"] = (self.out, num_elems, DTYPES)
-        for name, tensor in zip(("master", "exp_avg", "exp_avg_sq"), self.new or (), strict=False):
-            wanted[f"new {name}"] = (tensor, num_elems, fp32)
+        if self.new is not None:
+            wanted |= {f"new {name}": (tensor, num_elems, fp32) for name, tensor in zip(ROWS, self.new, strict=True)}
         for name, (tensor, length, dtypes) in wanted.items():
             is_flat = tensor.device.type == "cpu" and tensor.shape == (length,) and tensor.is_contiguous()
             if not is_flat or tensor.dtype not in dtypes:
@@ -154,8 +155,8 @@ def _job(loaded: ctypes.CDLL, update: AdamUpdate) -> AdamwJob | Adamw8Job:
         return Adamw8Job(**{name: values[name] for name, _ in Adamw8Job._fields_})
     num_elems, bias = update.master.numel(), 1 - settings.beta2**settings.step
     values["exp_avg"], values["exp_avg_sq"] = mean.data_ptr(), square.data_ptr()
-    for name, tensor in zip(("master", "exp_avg", "exp_avg_sq"), update.new or (update.master, mean, square), strict=True):
-        values[f"new_{name}"] = tensor.data_ptr()
+    new = update.new or (update.master, mean, square)
+    values |= {f"new_{name}": tensor.data_ptr() for name, tensor in zip(ROWS, new, strict=True)}
     values["roots"], values["set_threads"] = (None, None) if settings.fused else torch_square_root()
     values["last"] = num_elems - num_elems % FUSED_LANES if settings.fused else num_elems
     values["kept"] = 1 - settings.lr * settings.weight_decay if settings.decoupled else 1.0
