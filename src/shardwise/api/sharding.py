@@ -117,8 +117,8 @@ def shard(
         memory is short.
     speculation: host memory of each rank, in bytes or as "8GB", in which updates on the host are computed before the
         norm of all gradients is known. They count if clip_grad_norm clips nothing; otherwise they are computed again,
-        so results are the same. "auto" is half of the free memory if the device is a GPU, and nothing if updates are
-        early. 0 turns it off.
+        so results are the same. "auto" is half of the free memory if the device is a GPU and no activations are
+        offloaded. 0 turns it off.
     """
     world = everyone()
     whole_numbers = {"node_size": node_size, "memory_budget": memory_budget, "seed": seed}
@@ -154,9 +154,10 @@ def _shard(world: Channel, plan: Prepared) -> list[ShardedOptimizer]:
     row_names = tuple(dict.fromkeys(name for names in plan.row_names for name in names))
     flats = [unit.flats for unit in plan.schedule.units]
     pin = mesh.device.type == "cuda"
-    host = all_or_none(
-        world, lambda: HostMemory(flats, row_names, request.disk_path, pin, _spared(plan, flats, len(row_names)))
-    )
+    # Measured before any rank takes its part.
+    free_bytes = min(exchange(world, host_bytes_here() // num_local_ranks()))
+    spared = all_or_none(world, lambda: _spared(plan, flats, len(row_names), free_bytes))
+    host = all_or_none(world, lambda: HostMemory(flats, row_names, request.disk_path, pin, spared))
     units, places = build_units(model, plan.specs, plan.schedule, mesh.device, request.seed, host)
     scaler = LossScaler(mesh.device) if request.precision.loss_scaling else None
     loss_scale = None if scaler is None else scaler.scale
@@ -195,19 +196,21 @@ def _shard(world: Channel, plan: Prepared) -> list[ShardedOptimizer]:
     return sharded
 
 
-def _spared(plan: Prepared, units: Sequence[Sequence[Flat]], num_rows: int) -> list[Flat]:
+def _spared(plan: Prepared, units: Sequence[Sequence[Flat]], num_rows: int, free_bytes: int) -> list[Flat]:
     """The flats for which spare memory is taken: those whose gradients come first in a backward, within the budget."""
     request, order = plan.request, plan.schedule.reduce_order
     flats = [flat for index in order for flat in units[index] if flat.may_update_ahead]
     is_automatic = request.speculation == AUTO
-    if request.early_update or not flats or (is_automatic and device().type != "cuda"):
+    # Offloaded activations take host memory later, and nobody knows yet how much.
+    takes_more = any(unit.layout.activations_on == "host" for unit in plan.schedule.units)
+    if request.early_update or not flats or (is_automatic and (takes_more or device().type != "cuda")):
         return []
-    free = host_bytes_here() // num_local_ranks() - off_device(units, num_rows).host
-    budget = free // 2 if is_automatic else num_bytes_of(request.speculation)
-    if budget > max(free, 0):
+    left = max(free_bytes - off_device(units, num_rows).host, 0)
+    budget = left // 2 if is_automatic else num_bytes_of(request.speculation)
+    if budget > left:
         raise ConfigurationError(
-            f"speculation={request.speculation!r} is {budget:,} bytes, and the host has {max(free, 0):,} for each rank "
-            "besides its offloaded state: give less, or 0 to turn it off"
+            f"speculation={request.speculation!r} is {budget:,} bytes, and the host has {left:,} for each rank besides "
+            "its offloaded state: give less, or 0 to turn it off"
         )
     spared = spared_flats(flats, num_rows, budget)
     if budget and not spared and not is_automatic:

@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -19,7 +18,6 @@ from torch import Tensor, nn
 
 import shardwise as sw
 from shardwise.core.engine.guards import engine_of
-from shardwise.core.engine.updates import NUM_RECENT
 from tests.core.engine.test_offload import Branches, Make, Stack, is_same, loss_of
 from tests.core.optim.test_optimizers import OPTIMIZERS
 from tests.harness import Pool
@@ -31,7 +29,6 @@ ENOUGH = 10_000_000
 SPECIAL_STEP = 3
 NUM_STEPS = 6
 ON_HOST = ["zero2_offload", "zero3_offload", "ddp+optimizer=host:0.5", "zero3+optimizer=host"]
-ON_DISK = ["zero3_nvme", "zero3+params=disk+optimizer=host"]
 
 Act = Callable[[nn.Module, Any], Any]
 
@@ -43,11 +40,10 @@ class Case(NamedTuple):
     drops: bool = True
     options: dict[str, Any] = {}  # noqa: RUF012  never changed
     build: Callable[[], nn.Module] = Stack
-    may_use_disk: bool = True
 
 
-def finish(model: nn.Module, optimizer: Any, clip: float = NO_LIMIT) -> Tensor:
-    norm = optimizer.clip_grad_norm(clip)
+def finish(model: nn.Module, optimizer: Any, clip: float = NO_LIMIT, norm_type: float = 2.0) -> Tensor:
+    norm = optimizer.clip_grad_norm(clip, norm_type)
     optimizer.step()
     optimizer.zero_grad()
     return norm
@@ -191,7 +187,9 @@ CASES = {
     "a norm without limit": Case(partial(finish, clip=float("inf")), drops=False),
     "clipped": Case(partial(finish, clip=1e-3)),
     "step without clipping": Case(step_alone, drops=False),
-    "another norm": Case(lambda model, optimizer: (optimizer.clip_grad_norm(NO_LIMIT, 1.0), step_alone(model, optimizer))),
+    "another norm": Case(
+        lambda model, optimizer: (optimizer.clip_grad_norm(NO_LIMIT, 1.0), step_alone(model, optimizer))
+    ),
     "the largest element": Case(
         lambda model, optimizer: (optimizer.clip_grad_norm(NO_LIMIT, float("inf")), step_alone(model, optimizer))
     ),
@@ -202,11 +200,11 @@ CASES = {
     "another rate": Case(with_group(lr=0.123)),
     "another decay": Case(with_group(weight_decay=0.5)),
     "other betas": Case(with_group(betas=(0.8, 0.9))),
-    "a closure": Case(closing, may_use_disk=False),
-    "a hook": Case(hooked, may_use_disk=False),
-    "state is read": Case(after(reading_state), may_use_disk=False),
-    "state is written": Case(after(writing_state), may_use_disk=False),
-    "state is replaced": Case(after(replacing_state), may_use_disk=False),
+    "a closure": Case(closing),
+    "a hook": Case(hooked),
+    "state is read": Case(after(reading_state)),
+    "state is written": Case(after(writing_state)),
+    "state is replaced": Case(after(replacing_state)),
     "weights are read": Case(after(reading_weights)),
     "weights are written": Case(after(writing_weights)),
     "gradients are written": Case(after(writing_grads)),
@@ -271,8 +269,6 @@ def complaints(names: list[str], strategies: list[str], make: Make) -> list[str]
     for name in names:
         for strategy in strategies:
             case = CASES[name]
-            if "disk" in f"{strategy}{disk_for(strategy)}" and not case.may_use_disk:
-                continue
             plain, none = told(case, strategy, make, 0)
             seen, ahead = told(case, strategy, make, ENOUGH)
             a, b = list(flatten(plain)), list(flatten(seen))
@@ -283,8 +279,209 @@ def complaints(names: list[str], strategies: list[str], make: Make) -> list[str]
     return found
 
 
-@pytest.mark.parametrize("strategy", ON_HOST)
+@pytest.mark.quick("zero2_offload-2")
 @pytest.mark.parametrize("world", [1, 2])
-def test_no_bit_changes(run_ranks: Pool, world: int, strategy: str) -> None:
+@pytest.mark.parametrize("strategy", ON_HOST)
+def test_no_bit_changes(run_ranks: Pool, strategy: str, world: int) -> None:
     for found in run_ranks(world, complaints, list(CASES), [strategy], adamw):
         assert "\n".join(found) == ""
+
+
+@pytest.mark.parametrize("name", ["AdamW", "AdamW fused", "AdamW maximize", "Adam", "SGD momentum", "Adagrad", "NAdam"])
+def test_any_optimizer(run_ranks: Pool, name: str) -> None:
+    cases = ["nothing special", "clipped", "state is read", "another rate", "infinite"]
+    for found in run_ranks(2, complaints, cases, ["zero2_offload", "zero3_offload"], OPTIMIZERS[name]):
+        assert "\n".join(found) == ""
+
+
+# ---------------------------------------------------------------------------------------------------------
+# loops of another kind
+
+
+def accumulating(speculation: int) -> tuple[list[Any], int]:
+    """Only the last micro-batch has final gradients."""
+    model, optimizer = shard(Stack(), speculation)
+    values = []
+    for step in range(4):
+        for micro in range(3):
+            with sw.accumulate(model) if micro < 2 else nullcontext():
+                (loss_of(model, step, micro) / 3).backward()
+            await_host(model)
+        values.append(finish(model, optimizer))
+    return [*values, *everything(model, optimizer)], engine_of(model).host_jobs.num_ahead["accepted"]
+
+
+def two_optimizers(speculation: int) -> tuple[list[Any], int]:
+    """One of them steps every other time, and only the other one clips what must be clipped."""
+    model = Stack()
+    given = [adamw(list(model.layers.parameters())), adamw([*model.stem.parameters(), *model.head.parameters()])]
+    options = {"precision": "fp32", "speculation": speculation}
+    model, (often, seldom) = sw.shard(model, given, "zero3_offload", **options)
+    values = []
+    for step in range(6):
+        loss_of(model, step).backward()
+        await_host(model)
+        values.append(often.clip_grad_norm(1e-3 if step == 4 else NO_LIMIT))
+        often.step()
+        often.zero_grad()
+        if step % 2:
+            values.append(seldom.clip_grad_norm(NO_LIMIT))
+            seldom.step()
+            seldom.zero_grad()
+    values += [*everything(model, often), *everything(model, seldom)]
+    return values, engine_of(model).host_jobs.num_ahead["accepted"]
+
+
+def adding_a_group(speculation: int) -> tuple[list[Any], int]:
+    model = Stack()
+    optimizer = adamw([param for name, param in model.named_parameters() if not name.startswith("layers.2.up")])
+    model, optimizer = sw.shard(model, optimizer, "zero2_offload", precision="fp32", speculation=speculation)
+    values = []
+    for step in range(5):
+        loss_of(model, step).backward()
+        await_host(model)
+        if step == 3:
+            optimizer.add_param_group({"params": list(model.layers[2].up.parameters()), "lr": 0.03})
+        values.append(finish(model, optimizer))
+    return [*values, *everything(model, optimizer)], engine_of(model).host_jobs.num_ahead["accepted"]
+
+
+def shard(model: nn.Module, speculation: int, strategy: str = "zero2_offload", **options: Any) -> tuple[nn.Module, Any]:
+    given = adamw(list(model.parameters()))
+    return sw.shard(model, given, strategy, **{"precision": "fp32", "speculation": speculation, **options})
+
+
+def loops_that_differ(loop: Callable[[int], tuple[list[Any], int]]) -> str:
+    """Runs on every rank."""
+    sw.init()
+    told = []
+    for speculation in (0, ENOUGH):
+        torch.manual_seed(0)
+        told.append(loop(speculation))
+    (plain, none), (seen, accepted) = told
+    a, b = list(flatten(plain)), list(flatten(seen))
+    is_equal = len(a) == len(b) and all(is_same(one, other) for one, other in zip(a, b, strict=True))
+    return "" if is_equal and not none and accepted else f"{is_equal=}, {none=}, {accepted=}"
+
+
+@pytest.mark.parametrize("loop", [accumulating, two_optimizers, adding_a_group])
+def test_loops(run_ranks: Pool, loop: Callable[[int], tuple[list[Any], int]]) -> None:
+    assert run_ranks(2, loops_that_differ, loop) == ["", ""]
+
+
+# ---------------------------------------------------------------------------------------------------------
+# when it runs ahead, and in how much memory
+
+
+def counts(clips: list[float | None]) -> list[int]:
+    """Runs on every rank. The number of flats that ran ahead in each step, whether or not they were used."""
+    sw.init()
+    torch.manual_seed(0)
+    model, optimizer = shard(Stack(), ENOUGH)
+    jobs, found = engine_of(model).host_jobs, []
+    for step, clip in enumerate(clips):
+        before = jobs.num_ahead.total()
+        loss_of(model, step).backward()
+        await_host(model)
+        if clip is not None:
+            optimizer.clip_grad_norm(clip)
+        optimizer.step()
+        optimizer.zero_grad()
+        await_host(model)
+        found.append(jobs.num_ahead.total() - before)
+    return found
+
+
+def test_it_runs_ahead_only_where_that_pays(run_ranks: Pool) -> None:
+    often, never = 1e-3, NO_LIMIT
+    clips = [None, None, never, never, *[often] * 4, *[never] * 8, None, never]
+    for found in run_ranks(2, counts, clips):
+        ahead = [number > 0 for number in found]
+        assert ahead[:3] == [False] * 3  # nothing was clipped before
+        assert ahead[3:6] == [True] * 3
+        assert ahead[7:10] == [False] * 3  # 3, 4, 4 of 5, 6, 7 steps were clipped
+        assert ahead[13:16] == [True] * 3  # at most half of the last eight
+        assert ahead[16:] == [True, False]  # the step before did not clip
+
+
+def in_little_memory(num_bytes: int) -> tuple[list[int], int]:
+    sw.init()
+    torch.manual_seed(0)
+    model, optimizer = shard(Stack(), num_bytes)
+    host = engine_of(model).host
+    seen = sw.memory(model, optimizer)
+    assert seen.host <= seen.planned_host == host.size.host
+    used = []
+    for step in range(4):
+        before = engine_of(model).host_jobs.num_ahead["accepted"]
+        loss_of(model, step).backward()
+        await_host(model)
+        finish(model, optimizer)
+        await_host(model)
+        used.append(engine_of(model).host_jobs.num_ahead["accepted"] - before)
+    assert sw.memory(model, optimizer).host == seen.host
+    return used, host.spare_bytes
+
+
+def test_memory_is_bounded(run_ranks: Pool) -> None:
+    """Flats share the spare memory: what one leaves, another takes."""
+    (_, all_bytes), *_ = run_ranks(1, in_little_memory, ENOUGH)
+    ((used, num_bytes),) = run_ranks(1, in_little_memory, all_bytes // 2)
+    assert 0 < num_bytes <= all_bytes // 2
+    assert used[0] == 0
+    assert used[1] == used[2] == used[3] > 0
+
+
+def held_across_steps() -> None:
+    """Tensors from the optimizer's state show new values after steps, and so do parts of weights."""
+    sw.init()
+    torch.manual_seed(0)
+    model, optimizer = shard(Stack(), ENOUGH, "zero3_offload")
+    param = model.layers[1].up.weight
+    moment: Tensor | None = None
+    for step in range(5):
+        loss_of(model, step).backward()
+        await_host(model)
+        finish(model, optimizer)
+        await_host(model)
+        if step == 1:
+            moment = optimizer.state[param]["exp_avg"]
+    assert moment is not None
+    assert engine_of(model).host_jobs.num_ahead["accepted"]
+    assert optimizer.state[param]["exp_avg"] is moment
+    part = param.data
+    before = part.clone()
+    for step in range(5, 8):
+        loss_of(model, step).backward()
+        await_host(model)
+        finish(model, optimizer)
+    assert not bool((part - before).as_subclass(Tensor).eq(0).all())
+    assert torch.equal(part.as_subclass(Tensor), param.data.as_subclass(Tensor))
+
+
+def test_tensors_in_the_users_hands_follow(run_ranks: Pool) -> None:
+    run_ranks(2, held_across_steps)
+
+
+def refusal(strategy: str, options: dict[str, Any]) -> str:
+    sw.init()
+    with pytest.raises(sw.ConfigurationError) as raised:
+        shard(Stack(), 0, strategy, **options)
+    return str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "options", "words"),
+    [
+        ("zero2_offload", {"speculation": 10**15}, ["1,000,000,000,000,000", "give less"]),
+        ("zero2_offload", {"speculation": 100}, ["100", "give more"]),
+        ("zero2_offload", {"speculation": -1}, ["-1"]),
+        ("zero2_offload", {"speculation": "much"}, ["much"]),
+        ("zero2_offload", {"speculation": True}, ["True"]),
+        ("zero2_offload", {"speculation": "1GB", "early_update": True}, ["1GB", "early_update"]),
+        ("zero2", {"speculation": "1GB"}, ["1GB", "host memory"]),
+    ],
+)
+def test_refused_on_every_rank(run_ranks: Pool, strategy: str, options: dict[str, Any], words: list[str]) -> None:
+    for message in run_ranks(2, refusal, strategy, options):
+        assert all(word in message for word in words)

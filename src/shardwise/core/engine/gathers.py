@@ -141,7 +141,7 @@ class Gathers:
     def _start_in_turn(self, status: UnitStatus, pass_: Pass, needed_now: bool) -> None:
         index, unit = status.index, self._units[status.index]
         for state in unit.trainable_states:
-            self._host_jobs.await_update_of(state)
+            self._host_jobs.await_last_step_of(state)
         blocker = None if status.slot is None else status.slots.get(status.slot)
         if blocker is not None and blocker is not status:
             if not blocker.num_computing:

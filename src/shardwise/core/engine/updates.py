@@ -61,9 +61,9 @@ class HostJobs:
     """Updates on the host. A thread always runs the most urgent job that is ready, and ends when no job is left.
 
     Three things wait for the update of a flat: its next gather, a read of its masters, and its next gradient, which
-    overwrites the last one. If optimizer.step() has not asked for the update yet, they drop it instead. Jobs release
-    the GIL while they run, so that the thread which queues work for the device can continue. A failure is stored and
-    raised for every caller that waits for a job or adds one, because the state is only partly updated.
+    overwrites the last one. If optimizer.step() has not asked for the update yet, the last two drop it instead. Jobs
+    release the GIL while they run, so that the thread which queues work for the device can continue. A failure is
+    stored and raised for every caller that waits for a job or adds one, because the state is only partly updated.
     """
 
     def __init__(self, units: list[Unit], host: HostMemory) -> None:
