@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import shardwise as sw
 from shardwise.core.engine.guards import engine_of
-from tests.core.engine.test_offload import Branches, Make, Stack, is_same, loss_of
+from tests.core.engine.test_offload import Make, Stack, Whole, is_same, loss_of
 from tests.core.optim.test_optimizers import OPTIMIZERS
 from tests.harness import Pool
 from tests.support.strategies import disk_for
@@ -167,11 +167,11 @@ def nothing(model: nn.Module, optimizer: Any) -> None:
 def leaving_out(model: nn.Module, optimizer: Any, ranks: tuple[int, ...] = ()) -> Any:
     """A parameter that some ranks do not use; one rank alone may not use it at all."""
     optimizer.zero_grad()
-    model.uses = [True, dist.get_rank() not in ranks, True]
+    model.inner.uses = [True, dist.get_rank() not in ranks, True]
     loss_of(model, 61).backward()
     await_host(model)
     norm = finish(model, optimizer)
-    model.uses = [True, True, True]
+    model.inner.uses = [True, True, True]
     return norm
 
 
@@ -222,8 +222,8 @@ CASES = {
     "bf16, clipped": Case(partial(finish, clip=1e-3), options={"precision": "bf16"}),
     "pure bf16": Case(finish, drops=False, options={"precision": "pure-bf16"}),
     "bf16 gradients": Case(finish, drops=False, options={"precision": "bf16", "reduce_dtype": "bf16"}),
-    "unused by one rank": Case(partial(leaving_out, ranks=(1,)), build=Branches),
-    "unused": Case(partial(leaving_out, ranks=(0, 1)), build=Branches),
+    "unused by one rank": Case(partial(leaving_out, ranks=(1,)), build=Whole),
+    "unused": Case(partial(leaving_out, ranks=(0, 1)), build=Whole),
 }
 
 
@@ -460,13 +460,14 @@ def held_across_steps() -> None:
 
 
 def test_tensors_in_the_users_hands_follow(run_ranks: Pool) -> None:
-    run_ranks(2, held_across_steps)
+    run_ranks(1, held_across_steps)
 
 
 def refusal(strategy: str, options: dict[str, Any]) -> str:
     sw.init()
     with pytest.raises(sw.ConfigurationError) as raised:
-        shard(Stack(), 0, strategy, **options)
+        model = Stack()
+        sw.shard(model, adamw(list(model.parameters())), strategy, precision="fp32", **options)
     return str(raised.value)
 
 
