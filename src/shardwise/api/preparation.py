@@ -20,7 +20,7 @@ from ..core.engine.rank_agreement import Facts
 from ..core.layout import AUTO, Layout, Strategy, layouts_for
 from ..core.mesh import Axes, device
 from ..core.optim.groups import optimizer_of_each
-from ..core.optim.host_updates import is_eight_bit
+from ..core.optim.host_updates import is_eight_bit, may_run_ahead
 from ..core.optim.probe import num_moments, refuse_unless_elementwise, refuse_unless_rows, state_tensor_names
 from ..core.precision import Precision
 from ..core.schedule.flat import Flat, flats_of
@@ -130,8 +130,11 @@ def prepare(request: Request) -> Prepared:
         if request.early_update and is_refused:
             raise ConfigurationError(f"early_update=True with {why}")
     if num_bytes_of(request.speculation):
-        why = "early_update=True, which does not clip" if request.early_update else "no optimizer state in host memory"
-        if request.early_update or not any(flat.may_update_ahead for flat in trained):
+        ahead = [number for number, optimizer in enumerate(optimizers) if may_run_ahead(optimizer)]
+        why = "early_update=True, which does not clip" if request.early_update else ""
+        if not any(flat.may_update_ahead and flat.optimizer in ahead for flat in trained):
+            why = "no state of one of torch's own optimizers in host memory"
+        if why:
             raise ConfigurationError(f"speculation={request.speculation!r} with {why}: leave it out")
     if any(param.is_meta for param in names) and request.seed is None:
         raise ConfigurationError("the model is on the meta device: give sw.shard a seed= to initialise its weights")

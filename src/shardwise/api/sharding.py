@@ -26,7 +26,7 @@ from ..core.native.cores import cores_for
 from ..core.offload.host_memory import HostMemory
 from ..core.optim.clip import LossScaler
 from ..core.optim.groups import cut_state, settings_number
-from ..core.optim.host_updates import HostUpdates
+from ..core.optim.host_updates import HostUpdates, may_run_ahead
 from ..core.optim.sharded_optimizer import ShardedOptimizer
 from ..core.precision import Precision, precision_of
 from ..core.schedule.flat import Flat
@@ -199,7 +199,8 @@ def _shard(world: Channel, plan: Prepared) -> list[ShardedOptimizer]:
 def _spared(plan: Prepared, units: Sequence[Sequence[Flat]], num_rows: int, free_bytes: int) -> list[Flat]:
     """The flats for which spare memory is taken: those whose gradients come first in a backward, within the budget."""
     request, order = plan.request, plan.schedule.reduce_order
-    flats = [flat for index in order for flat in units[index] if flat.may_update_ahead]
+    ahead = [number for number, optimizer in enumerate(request.optimizers) if may_run_ahead(optimizer)]
+    flats = [flat for at in order for flat in units[at] if flat.may_update_ahead and flat.optimizer in ahead]
     is_automatic = request.speculation == AUTO
     # Offloaded activations take host memory later, and nobody knows yet how much.
     takes_more = any(unit.layout.activations_on == "host" for unit in plan.schedule.units)

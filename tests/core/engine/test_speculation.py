@@ -465,9 +465,10 @@ def test_tensors_in_the_users_hands_follow(run_ranks: Pool) -> None:
 
 def refusal(strategy: str, options: dict[str, Any]) -> str:
     sw.init()
+    model = Stack()
+    optimizer = adamw(list(model.parameters()))
     with pytest.raises(sw.ConfigurationError) as raised:
-        model = Stack()
-        sw.shard(model, adamw(list(model.parameters())), strategy, precision="fp32", **options)
+        sw.shard(model, optimizer, strategy, precision="fp32", **options)
     return str(raised.value)
 
 

@@ -11,7 +11,7 @@ same update, the memory takes the place of the old rows (`accept`). Otherwise no
 from collections.abc import Callable, Iterable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -39,16 +39,29 @@ class UpdatedPart:
     group: dict[str, Any]  # its settings at the time of the step
 
 
-# Arguments: a chunk, its rows, the rows to be written (the same ones, or spare ones), its gradient, the output for
-# weights, and the gradient's factor. It returns a function that sets the rest of the optimizer's state.
-ChunkUpdate = Callable[
-    [Interval, dict[str, Tensor], dict[str, Tensor], Tensor, Tensor | None, float], Callable[[], None]
-]
+class ChunkOfUpdate(NamedTuple):
+    """One piece of an update. `new` are the rows to be written: `rows` themselves, or spare ones."""
+
+    where: Interval
+    rows: dict[str, Tensor]
+    new: dict[str, Tensor]
+    grad: Tensor
+    out: Tensor | None  # for new weights in the compute dtype
+    factor: float  # of the gradient
+
+
+# Updates a chunk; returns a function that sets the optimizer's state outside the rows.
+ChunkUpdate = Callable[[ChunkOfUpdate], Callable[[], None]]
 
 
 def is_eight_bit(optimizer: torch.optim.Optimizer) -> bool:
     """True for torchao's optimizers with 8-bit moments."""
     return type(optimizer).__module__.startswith(KNOWN_PACKAGES) and type(optimizer).__name__.endswith("8bit")
+
+
+def may_run_ahead(optimizer: torch.optim.Optimizer) -> bool:
+    """True if updates of rows on the host can be computed before the step: by torch's own optimizers."""
+    return type(optimizer).__module__.startswith("torch.optim.")
 
 
 class HostUpdates:
@@ -105,11 +118,8 @@ class HostUpdates:
         changed if an operation has written to them."""
         settings = [value.tolist() if isinstance(value, Tensor) else value for value in each.group.values()]
         stored = self._optimizer.state.get(each.resting, {}).items()
-        return [
-            each.index,
-            settings,
-            [(key, value._version if isinstance(value, Tensor) else value) for key, value in stored],
-        ]
+        marks = [(key, value._version if isinstance(value, Tensor) else value) for key, value in stored]
+        return [each.index, settings, marks]
 
     def _one_pass(self, made: "FlatUpdate", held: list[UpdatedPart]) -> None:
         """AdamW and Adam. Moments of 8 bits are in the state of torchao's optimizers, others in the rows."""
@@ -143,25 +153,18 @@ class HostUpdates:
                         stored |= {key: optimizer._new_buffer(each.resting, key == "exp_avg") for key in MOMENTS}
                 stored["step"] += 1
 
-        def update(
-            chunk: Interval,
-            rows: dict[str, Tensor],
-            new: dict[str, Tensor],
-            grad: Tensor,
-            out: Tensor | None,
-            factor: float,
-        ) -> Callable[[], None]:
+        def update(chunk: ChunkOfUpdate) -> Callable[[], None]:
+            new, out = chunk.new, chunk.out
             for where, settings, resting in runs:
-                common = where.overlap(chunk)
+                common = where.overlap(chunk.where)
                 if common.num_elems:
-                    cut, held_in = common.within(chunk), rows if in_rows else optimizer.state[resting]
-                    mean, square = (held_in[key][cut] if in_rows else _small_moment(held_in[key]) for key in MOMENTS)
-                    part = None if out is None else out[cut]
-                    into = None if new is rows else (new[MASTER][cut], new[MOMENTS[0]][cut], new[MOMENTS[1]][cut])
-                    adamw(
-                        AdamUpdate(rows[MASTER][cut], mean, square, grad[cut], part, settings, factor, into),
-                        self._cores,
-                    )
+                    cut = common.within(chunk.where)
+                    moments: Any = chunk.rows if in_rows else optimizer.state[resting]
+                    mean, square = (moments[key][cut] if in_rows else _small_moment(moments[key]) for key in MOMENTS)
+                    into = None if new is chunk.rows else (new[MASTER][cut], new[MOMENTS[0]][cut], new[MOMENTS[1]][cut])
+                    grad, part = chunk.grad[cut], None if out is None else out[cut]
+                    master = chunk.rows[MASTER][cut]
+                    adamw(AdamUpdate(master, mean, square, grad, part, settings, chunk.factor, into), self._cores)
             return _nothing
 
         made.begin, made.update = begin, update
@@ -175,25 +178,19 @@ class HostUpdates:
         before = {each.resting: dict(self._optimizer.state.get(each.resting, {})) for each in held}
         is_whole = state.flat.depth_of_master == 0 and not rows_of(state).on_disk
 
-        def update(
-            chunk: Interval,
-            _: dict[str, Tensor],
-            rows: dict[str, Tensor],
-            grad: Tensor,
-            out: Tensor | None,
-            factor: float,
-        ) -> Callable[[], None]:
+        def update(chunk: ChunkOfUpdate) -> Callable[[], None]:
+            rows = chunk.new
             shadow = shadow_of(self._optimizer)
             shadow.param_groups = []
             each_of: dict[nn.Parameter, tuple[UpdatedPart, slice]] = {}
             for each in held:
-                common = each.where.overlap(chunk)
+                common = each.where.overlap(chunk.where)
                 if not common.num_elems:
                     continue
-                cut = common.within(chunk)
+                cut = common.within(chunk.where)
                 shape = each.resting.shape if is_whole else (common.num_elems,)
                 param = nn.Parameter(rows[MASTER][cut].view(shape))
-                param.grad = grad[cut].mul(factor).to(param.dtype).view(shape)
+                param.grad = chunk.grad[cut].mul(chunk.factor).to(param.dtype).view(shape)
                 shadow.state[param] = {
                     key: rows[key][cut].view(shape) if key in self._row_names else deepcopy(value)
                     for key, value in before[each.resting].items()
@@ -211,8 +208,8 @@ class HostUpdates:
                         in_rows.append((each, key))
                     else:
                         others.append((each, key, value))
-                if out is not None:
-                    out[cut].copy_(param.detach().reshape(-1))
+                if chunk.out is not None:
+                    chunk.out[cut].copy_(param.detach().reshape(-1))
 
             def finish() -> None:
                 for each, key, value in others:
@@ -295,7 +292,7 @@ class FlatUpdate:
                 out = window[start : start + chunk.num_elems * compute.itemsize].view(compute.torch)
                 if self.leaves_out:
                     out.copy_(views[MASTER])
-            update(chunk, views, views, grads[chunk.start : chunk.stop], out, factor)()
+            update(ChunkOfUpdate(chunk, views, views, grads[chunk.start : chunk.stop], out, factor))()
             writing = []
             if offloaded.writes_weights and out is not None:
                 writing.append(offloaded.start_writing(out, chunk.start, self.moves))
@@ -320,7 +317,7 @@ class FlatUpdate:
             if updated is not None and spare.updated is not None:
                 spare.updated[part].copy_(updated[part])
         grads, (chunk,) = state.gradient.final_for_optimizer, rows.chunks
-        self.finish = update(chunk, rows.tensors, spare.rows, grads[: chunk.stop], spare.updated, 1.0)
+        self.finish = update(ChunkOfUpdate(chunk, rows.tensors, spare.rows, grads, spare.updated, 1.0))
 
     def accept(self, spare: Spare) -> None:
         """Use the results of `run_ahead`. Afterwards `spare` has the memory of the old state."""
