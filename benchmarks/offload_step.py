@@ -3,6 +3,8 @@
     python -m benchmarks.offload_step zero2_offload --layers 20
     python -m benchmarks.offload_step zero3_offload+optimizer=host:0.4 --layers 40 --hidden 5120 --ffn 13824
     python -m benchmarks.offload_step zero3_nvme --layers 4 --disk-path /nvme
+    python -m benchmarks.offload_step zero2_offload --clip 1e9      # never clipped: updates before the norm are used
+    python -m benchmarks.offload_step zero2_offload --clip 1e-9     # always clipped
 
 Blocks as in `shardwise bench` (`--shape blocks-202m-20`), checkpointed, bf16 with fp32 masters, gradients reduced in
 bf16. Steps are not waited for one by one: the mean is over all of them, and the updates of the last one are waited for
@@ -38,7 +40,13 @@ def main() -> None:
     begin_s = time.perf_counter()
     disk = {} if asked.disk_path is None else {"disk_path": asked.disk_path}
     model, optimizer = sw.shard(
-        model, optimizer, asked.strategy, reduce_dtype="bf16", early_update=not asked.clip, **disk
+        model,
+        optimizer,
+        asked.strategy,
+        reduce_dtype="bf16",
+        early_update=not asked.clip,
+        speculation=asked.speculation,
+        **disk,
     )
     print(f"{num_params / 1e9:.2f}B parameters, set up in {time.perf_counter() - begin_s:.1f} s\n{sw.describe(model)}")
     x = torch.randn(1, asked.tokens, asked.hidden, device=device, dtype=torch.bfloat16)
@@ -59,10 +67,18 @@ def main() -> None:
     train(asked.warmup)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
+    jobs = engine_of(model).host_jobs
+    jobs.num_ahead.clear()
     step_s = train(asked.steps)
     held = sw.memory(model, optimizer)
     moved = ", ".join(f"{way.replace('_', ' ')} {size / 1e9:.2f}" for way, size in sw.traffic(model).moves.items())
     print(f"{asked.strategy}: {step_s:.3f} s a step, {asked.tokens / step_s:,.0f} tokens/s (mean of {asked.steps})")
+    ahead = jobs.num_ahead
+    print(
+        f"updates before the norm: {ahead['accepted']} used, {ahead['dropped']} dropped, of "
+        f"{asked.steps * sum(state.flat.host_updates for state in engine_of(model).trainable_states)}; "
+        f"spare memory {engine_of(model).host.spare_bytes / 1e9:.2f} GB"
+    )
     print(f"GB: device {held.peak / 1e9:.2f}, host {held.host / 1e9:.2f}, disk {held.disk / 1e9:.2f}; moved: {moved}")
 
 
@@ -78,6 +94,7 @@ def parsed() -> argparse.Namespace:
     for name, default in (("layers", 20), ("hidden", 4096), ("ffn", 11008), ("tokens", 8192)):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--clip", type=float, default=1.0, help="0: no clipping, and updates inside the backward")
+    parser.add_argument("--speculation", default="auto", help="memory for updates before the norm: auto, 8GB, or 0")
     parser.add_argument("--warmup", type=int, default=2)
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--disk-path")

@@ -17,10 +17,10 @@ from ..base.dtypes import FP32
 from ..base.errors import ConfigurationError, StateError
 from ..core.engine.guards import find_engine
 from ..core.engine.rank_agreement import Facts
-from ..core.layout import Layout, Strategy, layouts_for
+from ..core.layout import AUTO, Layout, Strategy, layouts_for
 from ..core.mesh import Axes, device
 from ..core.optim.groups import optimizer_of_each
-from ..core.optim.host_updates import is_eight_bit
+from ..core.optim.host_updates import is_eight_bit, may_run_ahead
 from ..core.optim.probe import num_moments, refuse_unless_elementwise, refuse_unless_rows, state_tensor_names
 from ..core.precision import Precision
 from ..core.schedule.flat import Flat, flats_of
@@ -30,6 +30,7 @@ from ..core.schedule.units import Units, find_units
 from ..core.unit.user_parameter import place_of
 from ..planner.assess import Machine
 from ..planner.auto import AutoRequest, Batch, choose
+from ..planner.hardware.cluster import bytes_of
 from ..planner.planning import Plan
 from ..planner.search import changes_after_auto
 from ..planner.training import Training
@@ -60,6 +61,7 @@ class Request:
     seed: int | None
     batch: Batch | None
     disk_path: Path | None
+    speculation: int | str
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +129,13 @@ def prepare(request: Request) -> Prepared:
     for is_refused, why in refusals:
         if request.early_update and is_refused:
             raise ConfigurationError(f"early_update=True with {why}")
+    if num_bytes_of(request.speculation):
+        ahead = [number for number, optimizer in enumerate(optimizers) if may_run_ahead(optimizer)]
+        why = "early_update=True, which does not clip" if request.early_update else ""
+        if not any(flat.may_update_ahead and flat.optimizer in ahead for flat in trained):
+            why = "no state of one of torch's own optimizers in host memory"
+        if why:
+            raise ConfigurationError(f"speculation={request.speculation!r} with {why}: leave it out")
     if any(param.is_meta for param in names) and request.seed is None:
         raise ConfigurationError("the model is on the meta device: give sw.shard a seed= to initialise its weights")
     # General facts first: the error names the first fact in which the ranks differ.
@@ -136,12 +145,25 @@ def prepare(request: Request) -> Prepared:
         ("Python's version", platform.python_version()),
         ("the precision", repr(precision)),
         ("the ranks per node (node_size)", repr(axes.node_size)),
-        *((key, repr(getattr(request, key))) for key in ("memory_budget", "early_update", "skip_nonfinite", "seed")),
+        *(
+            (key, repr(getattr(request, key)))
+            for key in ("memory_budget", "early_update", "skip_nonfinite", "seed", "speculation")
+        ),
         *_facts_about_model(model, specs, plans),
         *(fact for each in optimizers for fact in _facts_about_optimizer(each, names)),
     ]
     facts += [] if optimizers else [("the optimizer", "None")]
     return Prepared(request, specs, schedule, chosen, keep_fp32, row_names, unoptimized, facts)
+
+
+def num_bytes_of(speculation: int | str) -> int:
+    """The bytes that `speculation` names; 0 for "auto"."""
+    if isinstance(speculation, str):
+        is_number = speculation not in (AUTO, "0")
+        return bytes_of(speculation, "speculation") if is_number else 0
+    if type(speculation) not in (int, bool) or speculation is True or speculation < 0:
+        raise ConfigurationError(f"speculation={speculation!r}: give 'auto', bytes as in 8_000_000_000 or '8GB', or 0")
+    return speculation
 
 
 def _layouts_as_named(request: Request, specs: list[UnitSpec]) -> list[Layout]:

@@ -26,18 +26,20 @@ from ..core.native.cores import cores_for
 from ..core.offload.host_memory import HostMemory
 from ..core.optim.clip import LossScaler
 from ..core.optim.groups import cut_state, settings_number
-from ..core.optim.host_updates import HostUpdates
+from ..core.optim.host_updates import HostUpdates, may_run_ahead
 from ..core.optim.sharded_optimizer import ShardedOptimizer
 from ..core.precision import Precision, precision_of
+from ..core.schedule.flat import Flat
+from ..core.schedule.state_bytes import off_device, padded_bytes, spare_pieces, spared_flats
 from ..core.schedule.units import Units
 from ..core.wire.collectives import Channel, exchange
-from ..planner.auto import Batch, machine_here
+from ..planner.auto import Batch, host_bytes_here, machine_here
 from ..planner.planning import Plan
 from ..planner.search import changes_after_auto
 from .building import build_units
 from .casts import install_casts
 from .full_weights import serve_save_pretrained
-from .preparation import Prepared, Request, prepare
+from .preparation import Prepared, Request, num_bytes_of, prepare
 from .sharded_model import describe
 
 logger = logging.getLogger("shardwise")
@@ -60,6 +62,7 @@ class _ShardKeywords(TypedDict, total=False):
     seed: int | None
     batch: Batch | None
     disk_path: str | Path | None
+    speculation: int | str
 
 
 @overload
@@ -89,6 +92,7 @@ def shard(
     seed: int | None = None,
     batch: Batch | None = None,
     disk_path: str | Path | None = None,
+    speculation: int | str = AUTO,
 ) -> tuple[M, ShardedOptimizer | list[ShardedOptimizer] | None]:
     """Shard a model and its optimizer; returns the same module, with hooks, and an optimizer that updates shards.
 
@@ -111,6 +115,10 @@ def shard(
         per step (default: one). Without it a quarter of the memory is reserved for them.
     disk_path: a folder on a local disk for state on disk; no file is left in it afterwards. "auto" uses it if host
         memory is short.
+    speculation: host memory of each rank, in bytes or as "8GB", in which updates on the host are computed before the
+        norm of all gradients is known. They count if clip_grad_norm clips nothing; otherwise they are computed again,
+        so results are the same. "auto" is half of the free memory if the device is a GPU and no activations are
+        offloaded. 0 turns it off.
     """
     world = everyone()
     whole_numbers = {"node_size": node_size, "memory_budget": memory_budget, "seed": seed}
@@ -124,7 +132,7 @@ def shard(
         lambda: prepare(
             Request(
                 model, optimizers, strategy, machine, precision_of(precision, reduce_dtype), make_axes(node_size),
-                units, memory_budget, early_update, skip_nonfinite, seed, batch, path,
+                units, memory_budget, early_update, skip_nonfinite, seed, batch, path, speculation,
             )
         ),
     )  # fmt: skip
@@ -145,7 +153,11 @@ def _shard(world: Channel, plan: Prepared) -> list[ShardedOptimizer]:
     request, model, mesh = plan.request, plan.request.model, connect(plan.request.axes)
     row_names = tuple(dict.fromkeys(name for names in plan.row_names for name in names))
     flats = [unit.flats for unit in plan.schedule.units]
-    host = all_or_none(world, lambda: HostMemory(flats, row_names, request.disk_path, mesh.device.type == "cuda"))
+    pin = mesh.device.type == "cuda"
+    # Measured before any rank takes its part.
+    free_bytes = min(exchange(world, host_bytes_here() // num_local_ranks()))
+    spared = all_or_none(world, lambda: _spared(plan, flats, len(row_names), free_bytes))
+    host = all_or_none(world, lambda: HostMemory(flats, row_names, request.disk_path, pin, spared))
     units, places = build_units(model, plan.specs, plan.schedule, mesh.device, request.seed, host)
     scaler = LossScaler(mesh.device) if request.precision.loss_scaling else None
     loss_scale = None if scaler is None else scaler.scale
@@ -169,6 +181,8 @@ def _shard(world: Channel, plan: Prepared) -> list[ShardedOptimizer]:
         sharded.append(ShardedOptimizer(each, engine, own, reduce, scaler, early, on_host, skip))
     if request.early_update:
         engine.reductions.update_early = sharded[0].update_early
+    if host.spare_bytes:
+        engine.reductions.update_ahead = [each.update_ahead for each in sharded]
     engine.reductions.settings = partial(settings_number, request.optimizers)
 
     def zero_grad(set_to_none: bool = True) -> None:
@@ -180,6 +194,33 @@ def _shard(world: Channel, plan: Prepared) -> list[ShardedOptimizer]:
     guard(model, engine, zero_grad)
     serve_save_pretrained(model)
     return sharded
+
+
+def _spared(plan: Prepared, units: Sequence[Sequence[Flat]], num_rows: int, free_bytes: int) -> list[Flat]:
+    """The flats for which spare memory is taken: those whose gradients come first in a backward, within the budget."""
+    request, order = plan.request, plan.schedule.reduce_order
+    ahead = [number for number, optimizer in enumerate(request.optimizers) if may_run_ahead(optimizer)]
+    flats = [flat for at in order for flat in units[at] if flat.may_update_ahead and flat.optimizer in ahead]
+    is_automatic = request.speculation == AUTO
+    # Offloaded activations take host memory later, and nobody knows yet how much.
+    takes_more = any(unit.layout.activations_on == "host" for unit in plan.schedule.units)
+    if request.early_update or not flats or (is_automatic and (takes_more or device().type != "cuda")):
+        return []
+    left = max(free_bytes - off_device(units, num_rows).host, 0)
+    budget = left // 2 if is_automatic else num_bytes_of(request.speculation)
+    if budget > left:
+        raise ConfigurationError(
+            f"speculation={request.speculation!r} is {budget:,} bytes, and the host has {left:,} for each rank besides "
+            "its offloaded state: give less, or 0 to turn it off"
+        )
+    spared = spared_flats(flats, num_rows, budget)
+    if budget and not spared and not is_automatic:
+        least = min(padded_bytes(spare_pieces(flat, num_rows)) for flat in flats)
+        raise ConfigurationError(
+            f"speculation={request.speculation!r} is {budget:,} bytes, and the update of the smallest unit needs "
+            f"{least:,}: give more, or 0 to turn it off"
+        )
+    return spared
 
 
 def _warn(plan: Prepared, world_size: int) -> None:

@@ -305,6 +305,8 @@ def _sharded(
         skip_nonfinite=settings.skip_nonfinite,
         batch=(batching.micro_size, seq_length, batching.num_micro) if is_automatic else None,
         disk_path=offload.folder,
+        # A save in the background needs the memory for its copy.
+        speculation=0 if settings.async_save and settings.speculation == "auto" else settings.speculation,
     )
     context.model, context.optimizer = model, optimizer
     context.planned = planned = plan_of(drafted, model)

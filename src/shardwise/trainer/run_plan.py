@@ -167,6 +167,7 @@ def plan_of(draft: Draft, model: nn.Module) -> RunPlan:
     off_device: dict[str, object] = {}
     if host.size.host:
         off_device |= {"host_bytes": host.size.host, "pinned": host.arena.is_pinned, "cores": num_cores()}
+        off_device |= {"spare_bytes": host.spare_bytes} if host.spare_bytes else {}
     if host.disk is not None:
         off_device |= {"disk_bytes": host.size.disk, "folder": str(host.disk.folder), "direct": host.disk.is_direct}
     return RunPlan(entry, assess, draft.note, others, why, rests, off_device)

@@ -103,6 +103,8 @@ def _host_memory(run: Run, engine: Engine, held: Memory) -> str:
     if any(unit.layout.optimizer_on != "device" for unit in engine.schedule.units):
         when = " inside the backward, so that no norm of gradients is known" if run.updates_early else ""
         words.append(f"updates by {plural(num_cores(), 'core')} a rank{when}")
+    if engine.host.spare_bytes:
+        words.append(f"{size(engine.host.spare_bytes)} of it for updates before the norm is known")
     return "; ".join(words)
 
 

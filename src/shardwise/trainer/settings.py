@@ -109,6 +109,7 @@ class Settings:
     strategy: str | dict[str, str] = setting(SHARDING, "auto", "Sharding strategy: auto, ddp, zero1, zero2, zero3, hsdp, zero2-offload, zero3-offload, zero3-nvme, ...; or a mapping from unit patterns to them.")
     wire: tuple[str, ...] = setting(SHARDING, (), "Formats in which parameters and gradients are sent: params=int8,grads=int4:feedback; bf16, fp16, e4m3, e5m2, int8, int4. params=int8:forward leaves backwards exact. none: unchanged.")
     offload: tuple[str, ...] = setting(SHARDING, (), "State that is offloaded to host memory or disk, of params, grads, optimizer and activations: optimizer=host:0.6,params=disk:/nvme (a part, a folder). disk:/nvme names only the folder. none: no offload.")
+    speculation: str = setting(SHARDING, "auto", "Host memory of each rank in which offloaded updates are computed before the norm of the gradients is known: auto (half of what is free, on GPUs), a size as in 8GB, or 0. The results are the same.")
     precision: Literal["fp32", "bf16", "bf16-autocast", "fp16", "pure-bf16"] | None = setting(SHARDING, None, "Precision: fp32, bf16 (fp32 masters), bf16-autocast (fp32 weights, products in bf16), fp16 or pure-bf16. Default: bf16 on GPUs, fp32 on CPUs.")
     reduce_dtype: Literal["fp32", "bf16"] | None = setting(SHARDING, None, "Type in which gradients are summed. Default: given by the precision.")
     units: tuple[str, ...] = setting(SHARDING, (), "Units of sharding: class names of modules, as in LlamaDecoderLayer, or a number of parameters. Default: the model's repeated blocks.")

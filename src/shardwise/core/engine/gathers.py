@@ -155,7 +155,7 @@ class Gathers:
         index, unit = status.index, self._units[status.index]
         if self.wait_for_host:
             for state in unit.trainable_states:
-                self._host_jobs.await_update_of(state)
+                self._host_jobs.await_last_step_of(state)
         blocker = None if status.slot is None else status.slots.get(status.slot)
         if blocker is not None and blocker is not status:
             if not blocker.num_computing:

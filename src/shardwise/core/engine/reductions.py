@@ -48,7 +48,7 @@ class Reductions:
         self._channels = mesh.channels["reduce"]
         self._device = device = mesh.device
         # Waits until the host's update has read a flat's gradient, because the next gradient overwrites it.
-        self._await_update = host_jobs.await_update_of
+        self._await_update, self._drop_update = host_jobs.await_update_of, host_jobs.drop
         self.memory = ReductionMemory(schedule, device)
         for unit in units:
             for state in unit.trainable_states:
@@ -72,6 +72,8 @@ class Reductions:
         # For early updates: a function that updates flats whose gradient is final; the point where this step's forward
         # began; True if weights were updated and optimizer.step() was not called yet.
         self.update_early: Callable[[list[FlatState]], None] | None = None
+        # Functions that may let the host update flats whose gradient is final, ahead of optimizer.step().
+        self.update_ahead: list[Callable[[list[FlatState]], None]] = []
         self._forward_began: Mark = None
         self._awaits_step = False
         self.all_used: Tensor | None = None
@@ -179,6 +181,8 @@ class Reductions:
         if self.update_early is not None and is_sync:
             self.update_early(states)
             self._awaits_step = True
+        for update_ahead in self.update_ahead if is_sync else ():
+            update_ahead(states)
 
     def _leave(self, states: list[FlatState]) -> tuple[Mark, ...]:
         """Copy gradients to the host if the host reads them. Return the points after which their slot is free."""
@@ -306,6 +310,7 @@ class Reductions:
         """Clear gradients. Without `set_to_none` they become zeros; an update with zeros still changes momenta."""
         self.wait()
         for state in states:
+            self._drop_update(state)
             state.take_gradients()
             if not set_to_none and state.gradient.stage != "empty" and state.gradient.grads is not None:
                 self.await_on_host(state)

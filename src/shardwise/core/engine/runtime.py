@@ -85,7 +85,7 @@ class Engine:
         self._clock = self._num_backwards = 0
         # Forwards whose backward has begun and not ended.
         self._opened: set[ForwardCall] = set()
-        self._host_jobs = jobs = HostJobs(units)
+        self.host_jobs = jobs = HostJobs(units, host)
         self.gathers = Gathers(schedule, self.statuses, units, mesh, host, jobs)
         # The activations of a unit that holds others stay on the device.
         hosted = [unit for unit in schedule.leaves if schedule.units[unit].layout.activations_on == "host"]
@@ -94,6 +94,7 @@ class Engine:
         # Optimizers and the user's parameters call these.
         self.await_gradients, self.updating = self.reductions.wait, self.reductions.updating
         self.await_update_of, self.await_host_of = jobs.await_update_of, self.reductions.await_on_host
+        self.drop_update_of, self.await_last_step_of = jobs.drop, jobs.await_last_step_of
         self.was_updated, self.was_rewritten = self.gathers.was_updated, self.gathers.was_rewritten
         # The flats that are trained, unit by unit, in the order in which their gradients are reduced.
         self.update_order = [units[index].trainable_states for index in schedule.reduce_order]
@@ -141,7 +142,7 @@ class Engine:
     # Phases 1 and 2: the forward, as the hooks report it.
 
     def begin_forward(self, leads_to_backward: bool) -> None:
-        self._host_jobs.raise_failure()
+        self.host_jobs.raise_failure()
         self._begin_phase("a forward with gradients" if leads_to_backward else "a forward without gradients")
         self.abandon_backward()
         self.activations.abandon_forward()
@@ -387,7 +388,15 @@ class Engine:
 
     def update_on_host(self, updates: Iterable[FlatUpdate]) -> None:
         """Let the host update flats when their gradients have arrived, with their present clipping factors."""
-        self._host_jobs.give(updates, self.schedule.position_of, self.reductions.arrived)
+        self.host_jobs.give(updates, self.schedule.position_of, self.reductions.arrived)
+
+    @property
+    def runs_ahead(self) -> bool:
+        return self.host_jobs.runs_ahead
+
+    def update_ahead(self, updates: Iterable[FlatUpdate]) -> None:
+        """Let the host compute updates that a step will probably ask for, in spare memory."""
+        self.host_jobs.run_ahead(updates, self.schedule.position_of, self.reductions.arrived)
 
     def forget_gradients(self, states: Iterable[FlatState], set_to_none: bool = True) -> None:
         self.abandon_backward()
@@ -461,5 +470,5 @@ class Engine:
 
     def finish_updates(self) -> None:
         """Wait for all updates on the host."""
-        self._host_jobs.finish_all()
+        self.host_jobs.finish_all()
         self.host.windows.flush()

@@ -113,6 +113,10 @@ def host_waits_for(mark: Mark) -> None:
         mark.synchronize()
 
 
+def has_passed(mark: Mark) -> bool:
+    return mark is None or mark.query()
+
+
 class PendingHostCopy:
     """A small tensor that is copied to the host, to be read later.
 
@@ -128,6 +132,13 @@ class PendingHostCopy:
             self._arrived = current_stream(tensor.device.index).record_event()
         else:
             self._host = tensor.detach().clone()
+
+    @property
+    def is_here(self) -> bool:
+        return has_passed(self._arrived)
+
+    def wait(self) -> None:
+        host_waits_for(self._arrived)
 
     def read(self) -> list[float]:
         host_waits_for(self._arrived)

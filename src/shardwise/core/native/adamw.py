@@ -9,7 +9,7 @@ operations are used.
 import ctypes
 import math
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from torch.optim.adam import adam
 from ...base.errors import StateError
 from .library import DTYPES, library, struct_fields
 
+ROWS = ("master", "exp_avg", "exp_avg_sq")
 BLOCK_ELEMS = 256  # elements of an 8-bit moment that share a scale
 LEAST_SCALE = 1e-12  # smallest scale of such a block, as in torchao: a block of zeros has a scale, too
 CHUNK_ELEMS = 1 << 20  # torch's operations work on this many elements at a time, which stay in the caches
@@ -32,7 +33,7 @@ NUM_TRIED = 1 << 12  # numbers on which `torch_square_root` compares
 
 class AdamwJob(ctypes.Structure):
     _fields_ = struct_fields(
-        c_void_p="master exp_avg exp_avg_sq grad out roots set_threads",
+        c_void_p="master exp_avg exp_avg_sq new_master new_exp_avg new_exp_avg_sq grad out roots set_threads",
         c_int64="last",
         c_float="grad_scale kept into_gradient lerp_weight beta2 square_weight bias_root eps minus_step_size",
         c_int32="grad_dtype out_dtype",
@@ -76,9 +77,10 @@ class Moment8:
 class AdamUpdate:
     """One update of flat tensors of equal length. The gradient is grad * grad_scale, rounded to its dtype.
 
-    `master` and the moments are updated in place. They are fp32, or both moments have 8 bits; in this case the results
-    are those of torchao's AdamW8bit and Adam8bit, and `settings.fused` has no effect. `grad` is fp32, bf16 or fp16.
-    `out` may have the same three dtypes. It receives the new weights, rounded to nearest even.
+    `master` and the moments are updated in place, or into `new`: other memory for the three, which then stay as they
+    are. They are fp32, or both moments have 8 bits; in this case the results are those of torchao's AdamW8bit and
+    Adam8bit, `settings.fused` has no effect, and there is no `new`. `grad` is fp32, bf16 or fp16. `out` may have the
+    same three dtypes. It receives the new weights, rounded to nearest even.
     """
 
     master: Tensor
@@ -88,6 +90,7 @@ class AdamUpdate:
     out: Tensor | None
     settings: AdamSettings
     grad_scale: float
+    new: tuple[Tensor, Tensor, Tensor] | None = None
 
     def check(self) -> None:
         """Refuse tensors that the C code would misread, because it sees only their addresses."""
@@ -103,6 +106,8 @@ class AdamUpdate:
         wanted["grad"] = (self.grad, num_elems, DTYPES)
         if self.out is not None:
             wanted["out"] = (self.out, num_elems, DTYPES)
+        if self.new is not None:
+            wanted |= {f"new {name}": (tensor, num_elems, fp32) for name, tensor in zip(ROWS, self.new, strict=True)}
         for name, (tensor, length, dtypes) in wanted.items():
             is_flat = tensor.device.type == "cpu" and tensor.shape == (length,) and tensor.is_contiguous()
             if not is_flat or tensor.dtype not in dtypes:
@@ -150,6 +155,8 @@ def _job(loaded: ctypes.CDLL, update: AdamUpdate) -> AdamwJob | Adamw8Job:
         return Adamw8Job(**{name: values[name] for name, _ in Adamw8Job._fields_})
     num_elems, bias = update.master.numel(), 1 - settings.beta2**settings.step
     values["exp_avg"], values["exp_avg_sq"] = mean.data_ptr(), square.data_ptr()
+    new = update.new or (update.master, mean, square)
+    values |= {f"new_{name}": tensor.data_ptr() for name, tensor in zip(ROWS, new, strict=True)}
     values["roots"], values["set_threads"] = (None, None) if settings.fused else torch_square_root()
     values["last"] = num_elems - num_elems % FUSED_LANES if settings.fused else num_elems
     values["kept"] = 1 - settings.lr * settings.weight_decay if settings.decoupled else 1.0
@@ -198,6 +205,11 @@ def torch_square_root() -> tuple[int | None, int | None]:
 def update_with_torch(update: AdamUpdate) -> None:
     """Run an update with torch's operations, chunk by chunk, so that no second copy of anything is made. They use
     torch's own number of threads."""
+    if update.new is not None:
+        for target, source in zip(update.new, (update.master, update.exp_avg, update.exp_avg_sq), strict=True):
+            target.copy_(source)
+        master, mean, square = update.new
+        update = replace(update, master=master, exp_avg=mean, exp_avg_sq=square, new=None)
     update_chunk = _update_chunk8 if isinstance(update.exp_avg, Moment8) else _update_chunk
     for begin in range(0, update.master.numel(), CHUNK_ELEMS):
         part = slice(begin, begin + CHUNK_ELEMS)

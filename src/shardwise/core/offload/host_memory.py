@@ -4,13 +4,14 @@
     out       updated weights in the compute dtype, on their way to the device
     rest      the copy at rest, if it is offloaded (`Flat.rest_on`)
     grads     gradients until the update reads them
+    spares    memory for updates ahead of the step, which changes places with rows and updated weights
 
 On the host all tensors are pieces of one arena. On disk rows are cut into chunks. A chunk's rows are read together into
 a window of host memory, to be updated. Parameters are read ahead into staging memory, and copied to the device.
 """
 
 import threading
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -24,7 +25,17 @@ from ...base.files import ALIGNMENT
 from ...base.intervals import Interval, round_up
 from ..native.library import library
 from ..schedule.flat import Flat
-from ..schedule.state_bytes import NUM_STAGED, NUM_WINDOWS, Way, chunks_of, host_tensors, off_device, record_bytes
+from ..schedule.state_bytes import (
+    NUM_STAGED,
+    NUM_WINDOWS,
+    Way,
+    chunks_of,
+    host_tensors,
+    off_device,
+    padded_bytes,
+    record_bytes,
+    spare_pieces,
+)
 from .arena import Arena, temporary_zeros
 from .disk import Disk, Pending, Region
 
@@ -116,9 +127,16 @@ class HostMemory:
     """The host's memory and the disk's file of one rank, sized once for all units."""
 
     def __init__(
-        self, units: Sequence[Sequence[Flat]], row_names: Sequence[str], disk_path: Path | None, pin: bool
+        self,
+        units: Sequence[Sequence[Flat]],
+        row_names: Sequence[str],
+        disk_path: Path | None,
+        pin: bool,
+        spared: Sequence[Flat] = (),
     ) -> None:
-        self.size = off_device(units, len(row_names))
+        size = off_device(units, len(row_names))
+        self.spare_bytes = sum(padded_bytes(spare_pieces(flat, len(row_names))) for flat in spared)
+        self.size = size._replace(host=size.host + self.spare_bytes)
         self.row_names = tuple(row_names)
         self.moves, self.last_moves = Moves(), Moves()  # of this step, and of the last complete one
         self.disk: Disk | None = None
@@ -131,6 +149,13 @@ class HostMemory:
         # Two windows are not used for reading ahead, so that the disk can write at the same time.
         self.windows = ReadAhead(self._buffers(NUM_WINDOWS, self.size.windows, "a window"), NUM_WINDOWS - 2)
         self.staging = ReadAhead(self._buffers(NUM_STAGED, self.size.staged, "staging"), NUM_STAGED)
+        self.spares: defaultdict[Hashable, list[Spare]] = defaultdict(list)
+        for flat in spared:
+            sizes = dict.fromkeys((MASTER, *row_names), flat.master.torch)
+            rows = {name: self.arena.take(flat.num_master, dtype, "spare memory") for name, dtype in sizes.items()}
+            weights = flat.compute.torch if flat.updates_copy else None
+            updated = None if weights is None else self.arena.take(flat.num_master, weights, "spare memory")
+            self.spares[_spare_kind(flat)].append(Spare(rows, updated))
 
     def _buffers(self, num: int, total_bytes: int, what: str) -> list[Tensor]:
         return [self.arena.take(total_bytes // num, torch.uint8, what) for _ in range(num if total_bytes else 0)]
@@ -156,6 +181,14 @@ class HostMemory:
             region = self.store.region(flat.num_rest * flat.compute.itemsize, f"parameters of unit {unit_name!r}")
         return OffloadedState(self, flat, rows, taken.get("out"), taken.get("rest"), region, taken.get("grads"))
 
+    def take_spare(self, flat: Flat) -> "Spare | None":
+        """Return memory for an update of this flat, if some is free."""
+        free = self.spares[_spare_kind(flat)] if flat.may_update_ahead else []
+        return free.pop() if free else None
+
+    def give_back_spare(self, flat: Flat, spare: "Spare") -> None:
+        self.spares[_spare_kind(flat)].append(spare)
+
     def close_step(self) -> None:
         self.last_moves, self.moves = self.moves, Moves()
 
@@ -171,6 +204,19 @@ class HostMemory:
         views = dict(_staged_views(wanted, place))
         self.moves.add("read", sum(view.nbytes for view in views.values()))
         return place, views
+
+
+@dataclass(slots=True, eq=False)
+class Spare:
+    """Memory for the rows and the updated weights of one flat. Its contents are old, or a result that is not used yet.
+    Flats of one size share it."""
+
+    rows: dict[str, Tensor]
+    updated: Tensor | None
+
+
+def _spare_kind(flat: Flat) -> Hashable:
+    return flat.num_master, flat.master, flat.compute if flat.updates_copy else None
 
 
 class Rows:
@@ -238,6 +284,10 @@ class Rows:
                 self._memory.store.fetch(region, found[here], inside).wait()
         return found
 
+    def address(self, name: str, start: int) -> int | None:
+        """The address of an element of a row; None if it is on disk."""
+        return None if self.on_disk else self.tensors[name][start:].data_ptr()
+
     def set_part(self, name: str, where: slice, values: Tensor) -> None:
         """Set elements of a row to `values`. The other elements of a chunk that was never written become zero."""
         if not self.on_disk:
@@ -263,9 +313,9 @@ class Rows:
                 yield region, common.within(wanted), first * self.dtype.itemsize
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class OffloadedState:
-    """The offloaded state of one flat. `region` is the copy at rest on disk."""
+    """The offloaded state of one flat. `region` is the copy at rest on disk. Only `swap` replaces its tensors."""
 
     memory: HostMemory
     flat: Flat
@@ -279,6 +329,15 @@ class OffloadedState:
     def updated(self) -> Tensor | None:
         """The tensor for updated weights in the compute dtype; None if they are the master itself, or go to disk."""
         return self.rest if self.rest is not None and self.flat.rest_is_own else self.out
+
+    def swap(self, spare: Spare) -> None:
+        """Let rows and updated weights change places with `spare`."""
+        assert self.rows is not None
+        self.rows.tensors, spare.rows = spare.rows, self.rows.tensors
+        if self.updated is self.rest:
+            self.rest, spare.updated = spare.updated, self.rest
+        else:
+            self.out, spare.updated = spare.updated, self.out
 
     @property
     def writes_weights(self) -> bool:

@@ -3,12 +3,15 @@
 AdamW and Adam, also torchao's with 8-bit moments, take one pass over memory (`native/adamw.py`). Every other optimizer
 of torch runs its own code, on views of the rows. The optimizer's `state` has its usual entries: views of rows on the
 host, and stand-ins (`OnDisk`) for rows on disk.
+
+An update may also run ahead of the step, into spare memory (`FlatUpdate.run_ahead`). If the step turns out to be the
+same update, the memory takes the place of the old rows (`accept`). Otherwise nothing has changed.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from copy import deepcopy
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +21,7 @@ from ...base.errors import ConfigurationError
 from ...base.files import ALIGNMENT
 from ...base.intervals import Interval, round_up
 from ..native.adamw import FUSED_LANES, AdamSettings, AdamUpdate, Moment8, adamw
-from ..offload.host_memory import MASTER, Moves, Rows
+from ..offload.host_memory import MASTER, Moves, Rows, Spare
 from ..unit.state import FlatState, OnDisk
 from .probe import KNOWN_PACKAGES, shadow_of, state_tensor_names
 
@@ -36,13 +39,29 @@ class UpdatedPart:
     group: dict[str, Any]  # its settings at the time of the step
 
 
-# Arguments: a chunk, its rows, its gradient, the output for weights, and the gradient's factor.
-ChunkUpdate = Callable[[Interval, dict[str, Tensor], Tensor, Tensor | None, float], None]
+class ChunkOfUpdate(NamedTuple):
+    """One piece of an update. `new` are the rows to be written: `rows` themselves, or spare ones."""
+
+    where: Interval
+    rows: dict[str, Tensor]
+    new: dict[str, Tensor]
+    grad: Tensor
+    out: Tensor | None  # for new weights in the compute dtype
+    factor: float  # of the gradient
+
+
+# Updates a chunk; returns a function that sets the optimizer's state outside the rows.
+ChunkUpdate = Callable[[ChunkOfUpdate], Callable[[], None]]
 
 
 def is_eight_bit(optimizer: torch.optim.Optimizer) -> bool:
     """True for torchao's optimizers with 8-bit moments."""
     return type(optimizer).__module__.startswith(KNOWN_PACKAGES) and type(optimizer).__name__.endswith("8bit")
+
+
+def may_run_ahead(optimizer: torch.optim.Optimizer) -> bool:
+    """True if updates of rows on the host can be computed before the step: by torch's own optimizers."""
+    return type(optimizer).__module__.startswith("torch.optim.")
 
 
 class HostUpdates:
@@ -72,14 +91,12 @@ class HostUpdates:
                     value = stored.get(key)
                     if value is None:
                         rows.set_part(key, held, torch.zeros(held.stop - held.start))
-                    elif not isinstance(value, OnDisk):
-                        storage = value.untyped_storage().data_ptr()
-                        if rows.on_disk or storage != rows.tensors[key].untyped_storage().data_ptr():
-                            stored[key] = _shown(state, index, key)
-                            rows.set_part(key, held, value.reshape(-1))
+                    elif not isinstance(value, OnDisk) and value.data_ptr() != rows.address(key, held.start):
+                        stored[key] = _shown(state, index, key)
+                        rows.set_part(key, held, value.reshape(-1))
 
     def prepare(self, state: FlatState, groups: dict[Tensor, dict[str, Any]]) -> "FlatUpdate":
-        """Make the update of a flat with its current gradients and settings."""
+        """Make the update of a flat with its current gradients and settings. It changes nothing yet."""
         held = [
             UpdatedPart(index, resting, Interval(where.start, where.stop), groups[resting])
             for index, where in sorted(state.held.items())
@@ -90,67 +107,90 @@ class HostUpdates:
             group.get("amsgrad") or group.get("differentiable") for group in self._optimizer.param_groups
         )
         is_adam = is_eight_bit(self._optimizer) or (is_plain and state.flat.master == FP32)
-        update = (self._one_pass if is_adam else self._its_own)(state, held) if held else None
-        return FlatUpdate(state, update, len(held) < len(state.held), state.offloaded.memory.moves)
+        made = FlatUpdate(state, self, len(held) < len(state.held), state.offloaded.memory.moves)
+        made.facts = [state.master._version, *(self._facts_about(each) for each in held)]
+        if held:
+            (self._one_pass if is_adam else self._its_own)(made, held)
+        return made
 
-    def _one_pass(self, state: FlatState, held: list[UpdatedPart]) -> ChunkUpdate:
+    def _facts_about(self, each: UpdatedPart) -> list[Any]:
+        """Everything that the update of a parameter reads besides rows and gradients. Tensors of the state count as
+        changed if an operation has written to them."""
+        settings = [value.tolist() if isinstance(value, Tensor) else value for value in each.group.values()]
+        stored = self._optimizer.state.get(each.resting, {}).items()
+        marks = [(key, value._version if isinstance(value, Tensor) else value) for key, value in stored]
+        return [each.index, settings, marks]
+
+    def _one_pass(self, made: "FlatUpdate", held: list[UpdatedPart]) -> None:
         """AdamW and Adam. Moments of 8 bits are in the state of torchao's optimizers, others in the rows."""
         optimizer: Any = self._optimizer
         in_rows, decoupled = not is_eight_bit(optimizer), type(optimizer).__name__.startswith("AdamW")
         # Neighbouring parameters with equal settings are updated together; the padding between them stays zero.
-        runs: list[tuple[Interval, AdamSettings, dict[str, Any]]] = []
+        runs: list[tuple[Interval, AdamSettings, nn.Parameter]] = []
         last: UpdatedPart | None = None
         for each in held:
-            stored = optimizer.state[each.resting]
-            if "step" not in stored:
-                stored["step"] = torch.tensor(0.0)
-                if in_rows:
-                    stored |= {key: _shown(state, each.index, key) for key in self._row_names}
-                else:
-                    stored |= {key: optimizer._new_buffer(each.resting, key == "exp_avg") for key in MOMENTS}
-            stored["step"] += 1
-            group = each.group
+            group, step = each.group, int(optimizer.state.get(each.resting, {}).get("step", 0)) + 1
             numbers = (group["lr"], *group["betas"], group["eps"], group["weight_decay"])
             lr, beta1, beta2, eps, decay = map(float, numbers)
             flags = (decoupled, bool(group.get("maximize")), bool(group.get("fused")))
-            settings = AdamSettings(lr, beta1, beta2, eps, decay, *flags, int(stored["step"]))
+            settings = AdamSettings(lr, beta1, beta2, eps, decay, *flags, step)
             is_next = in_rows and last is not None and each.index == last.index + 1 and runs[-1][1] == settings
             # torch's fused update rounds the last `length % FUSED_LANES` elements differently.
             if is_next and last is not None and not (settings.fused and last.where.num_elems % FUSED_LANES):
-                runs[-1] = (Interval(runs[-1][0].start, each.where.stop), settings, stored)
+                runs[-1] = (Interval(runs[-1][0].start, each.where.stop), settings, each.resting)
             else:
-                runs.append((each.where, settings, stored))
+                runs.append((each.where, settings, each.resting))
             last = each
 
-        def update(chunk: Interval, rows: dict[str, Tensor], grad: Tensor, out: Tensor | None, factor: float) -> None:
-            for where, settings, stored in runs:
-                common = where.overlap(chunk)
+        def begin() -> None:
+            for each in held:
+                stored = optimizer.state[each.resting]
+                if "step" not in stored:
+                    stored["step"] = torch.tensor(0.0)
+                    if in_rows:
+                        stored |= {key: _shown(made.state, each.index, key) for key in self._row_names}
+                    else:
+                        stored |= {key: optimizer._new_buffer(each.resting, key == "exp_avg") for key in MOMENTS}
+                stored["step"] += 1
+
+        def update(chunk: ChunkOfUpdate) -> Callable[[], None]:
+            new, out = chunk.new, chunk.out
+            for where, settings, resting in runs:
+                common = where.overlap(chunk.where)
                 if common.num_elems:
-                    cut = common.within(chunk)
-                    mean, square = (rows[key][cut] if in_rows else _small_moment(stored[key]) for key in MOMENTS)
-                    part = None if out is None else out[cut]
-                    adamw(AdamUpdate(rows[MASTER][cut], mean, square, grad[cut], part, settings, factor), self._cores)
+                    cut = common.within(chunk.where)
+                    moments: Any = chunk.rows if in_rows else optimizer.state[resting]
+                    mean, square = (moments[key][cut] if in_rows else _small_moment(moments[key]) for key in MOMENTS)
+                    into = None if new is chunk.rows else (new[MASTER][cut], new[MOMENTS[0]][cut], new[MOMENTS[1]][cut])
+                    grad, part = chunk.grad[cut], None if out is None else out[cut]
+                    master = chunk.rows[MASTER][cut]
+                    adamw(AdamUpdate(master, mean, square, grad, part, settings, chunk.factor, into), self._cores)
+            return _nothing
 
-        return update
+        made.begin, made.update = begin, update
+        if in_rows:
+            made.copied_ahead = _gaps([where for where, _, _ in runs], made.state.flat.num_master)
 
-    def _its_own(self, state: FlatState, held: list[UpdatedPart]) -> ChunkUpdate:
+    def _its_own(self, made: "FlatUpdate", held: list[UpdatedPart]) -> None:
         """Any other optimizer of torch: its own code, on a copy of it that holds views of the rows as parameters."""
+        state = made.state
         # Taken now: the first chunk of a first update adds names that the other chunks do not have yet.
-        before = {each.resting: dict(self._optimizer.state[each.resting]) for each in held}
+        before = {each.resting: dict(self._optimizer.state.get(each.resting, {})) for each in held}
         is_whole = state.flat.depth_of_master == 0 and not rows_of(state).on_disk
 
-        def update(chunk: Interval, rows: dict[str, Tensor], grad: Tensor, out: Tensor | None, factor: float) -> None:
+        def update(chunk: ChunkOfUpdate) -> Callable[[], None]:
+            rows = chunk.new
             shadow = shadow_of(self._optimizer)
             shadow.param_groups = []
             each_of: dict[nn.Parameter, tuple[UpdatedPart, slice]] = {}
             for each in held:
-                common = each.where.overlap(chunk)
+                common = each.where.overlap(chunk.where)
                 if not common.num_elems:
                     continue
-                cut = common.within(chunk)
+                cut = common.within(chunk.where)
                 shape = each.resting.shape if is_whole else (common.num_elems,)
                 param = nn.Parameter(rows[MASTER][cut].view(shape))
-                param.grad = grad[cut].mul(factor).to(param.dtype).view(shape)
+                param.grad = chunk.grad[cut].mul(chunk.factor).to(param.dtype).view(shape)
                 shadow.state[param] = {
                     key: rows[key][cut].view(shape) if key in self._row_names else deepcopy(value)
                     for key, value in before[each.resting].items()
@@ -158,26 +198,71 @@ class HostUpdates:
                 shadow.param_groups.append({**each.group, "params": [param]})
                 each_of[param] = (each, cut)
             type(self._optimizer).step(shadow)
+            in_rows: list[tuple[UpdatedPart, str]] = []
+            others: list[tuple[UpdatedPart, str, Any]] = []
             for param, (each, cut) in each_of.items():
                 for key, value in shadow.state.get(param, {}).items():
-                    is_row = key in self._row_names and isinstance(value, Tensor)
-                    if is_row and value.data_ptr() != rows[key][cut].data_ptr():
-                        rows[key][cut].copy_(value.reshape(-1))
-                    self._optimizer.state[each.resting][key] = _shown(state, each.index, key) if is_row else value
-                if out is not None:
-                    out[cut].copy_(param.detach().reshape(-1))
+                    if key in self._row_names and isinstance(value, Tensor):
+                        if value.data_ptr() != rows[key][cut].data_ptr():
+                            rows[key][cut].copy_(value.reshape(-1))
+                        in_rows.append((each, key))
+                    else:
+                        others.append((each, key, value))
+                if chunk.out is not None:
+                    chunk.out[cut].copy_(param.detach().reshape(-1))
 
-        return update
+            def finish() -> None:
+                for each, key, value in others:
+                    self._optimizer.state[each.resting][key] = value
+                for each, key in in_rows:
+                    stored = self._optimizer.state[each.resting]
+                    if not isinstance(stored.get(key), Tensor):
+                        stored[key] = _shown(state, each.index, key)
+
+            return finish
+
+        made.update = update
+        made.copied_ahead = [slice(0, state.flat.num_master)]
+
+    def swap(self, state: FlatState, spare: Spare) -> None:
+        """Let the rows of a flat change places with `spare`. The optimizer's state keeps its tensors, which show the
+        new rows from now on."""
+        state.swap(spare)
+        for index in state.held:
+            stored = self._optimizer.state.get(state.resting_params[index], {})
+            for key in self._row_names:
+                if isinstance(stored.get(key), Tensor):
+                    stored[key].data = _shown(state, index, key)
+
+
+def _nothing() -> None:
+    pass
+
+
+def _gaps(runs: Sequence[Interval], stop: int) -> list[slice]:
+    """The elements before `stop` that lie in no run."""
+    ends = [0, *(run.stop for run in runs)]
+    starts = [*(run.start for run in runs), stop]
+    return [slice(end, start) for end, start in zip(ends, starts, strict=True) if start > end]
 
 
 @dataclass(slots=True)
 class FlatUpdate:
-    """One flat's update, to be run when its gradient is on the host. It may leave out some of the flat's parameters."""
+    """One flat's update, to be run when its gradient is on the host. It may leave out some of the flat's parameters.
+
+    `facts` are equal for equal updates of equal state. `begin` is called when the step is taken. `copied_ahead`: the
+    elements that must be copied to spare memory before an update into it; None if it cannot run ahead of the step.
+    """
 
     state: FlatState
-    update: ChunkUpdate | None
+    host: HostUpdates
     leaves_out: bool
     moves: Moves
+    facts: list[Any] = field(default_factory=list)
+    begin: Callable[[], None] = _nothing
+    update: ChunkUpdate | None = None
+    copied_ahead: list[slice] | None = None
+    finish: Callable[[], None] = _nothing
 
     def ask(self) -> None:
         """Read the first chunks ahead."""
@@ -207,7 +292,7 @@ class FlatUpdate:
                 out = window[start : start + chunk.num_elems * compute.itemsize].view(compute.torch)
                 if self.leaves_out:
                     out.copy_(views[MASTER])
-            update(chunk, views, grads[chunk.start : chunk.stop], out, factor)
+            update(ChunkOfUpdate(chunk, views, views, grads[chunk.start : chunk.stop], out, factor))()
             writing = []
             if offloaded.writes_weights and out is not None:
                 writing.append(offloaded.start_writing(out, chunk.start, self.moves))
@@ -215,6 +300,29 @@ class FlatUpdate:
                 writing.append(rows.put(number, window, self.moves))
             if window is not None:
                 windows.give_back(window, writing)
+
+    @property
+    def may_run_ahead(self) -> bool:
+        return self.copied_ahead is not None and self.state.flat.may_update_ahead and self.state.may_swap
+
+    def run_ahead(self, spare: Spare) -> None:
+        """Update into `spare`, with the gradient as it is. Nothing else changes."""
+        state, rows, update = self.state, rows_of(self.state), self.update
+        assert state.offloaded is not None
+        assert update is not None
+        updated = state.offloaded.updated
+        for part in self.copied_ahead or ():
+            for name, row in rows.tensors.items():
+                spare.rows[name][part].copy_(row[part])
+            if updated is not None and spare.updated is not None:
+                spare.updated[part].copy_(updated[part])
+        grads, (chunk,) = state.gradient.final_for_optimizer, rows.chunks
+        self.finish = update(ChunkOfUpdate(chunk, rows.tensors, spare.rows, grads, spare.updated, 1.0))
+
+    def accept(self, spare: Spare) -> None:
+        """Use the results of `run_ahead`. Afterwards `spare` has the memory of the old state."""
+        self.host.swap(self.state, spare)
+        self.finish()
 
 
 def rows_of(state: FlatState) -> Rows:
@@ -228,7 +336,8 @@ def _shown(state: FlatState, index: int, key: str) -> Tensor:
     resting, rows = state.resting_params[index], rows_of(state)
     if rows.on_disk:
         return OnDisk.like(resting.shape, rows.dtype)
-    return rows.tensors[key][state.held[index]].view(resting.shape)
+    # `.data`: its version tells whether the user has written to it.
+    return rows.tensors[key].data[state.held[index]].view(resting.shape)
 
 
 def _small_moment(moment: Any) -> Tensor | Moment8:

@@ -34,7 +34,11 @@ class Stepper(Protocol):
     def begin_step(self) -> None: ...
     def finish_gradients(self, states: Container[FlatState]) -> None: ...
     def await_gradients(self) -> None: ...
-    def await_update_of(self, state: FlatState) -> None: ...
+    @property
+    def runs_ahead(self) -> bool: ...
+    def update_ahead(self, updates: Iterable[FlatUpdate]) -> None: ...
+    def drop_update_of(self, state: FlatState) -> None: ...
+    def await_last_step_of(self, state: FlatState) -> None: ...
     def await_host_of(self, state: FlatState) -> None: ...
     def update_on_host(self, updates: Iterable[FlatUpdate]) -> None: ...
     def updating(self, states: list[FlatState], early: bool) -> AbstractContextManager[None]: ...
@@ -96,6 +100,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._arrived: set[FlatState] = set()
         self._updated: set[FlatState] = set()
         self._settings_when_early: list[dict[str, Any]] = []
+        # True if the updates of the last step had to wait for the norm of all gradients.
+        self._awaits_norm = False
 
     # Everything not defined here, hooks and hyper-parameters too, is the inner optimizer's.
     def __getattr__(self, name: str) -> Any:
@@ -116,6 +122,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Copy a parameter's state, after a user or a checkpoint has set it, to where the host's updates read it."""
         state, _ = self._places[resting]
         if state.flat.host_updates:
+            self._stepper.await_host_of(state)
             self._host.take_over([state])
 
     @property  # type: ignore[override]
@@ -223,6 +230,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._num_skipped += overflowed
         if not overflowed:
             self._update()
+        for state in self._states:
+            self._stepper.drop_update_of(state)
         if self.scaler is not None:
             self.scaler.after_step(overflowed)
         self._stepper.close_step(not overflowed, self._units)
@@ -247,17 +256,38 @@ class ShardedOptimizer(torch.optim.Optimizer):
         ready = [state for state in states if state.flat.host_updates and state.gradient.stage == "final"]
         if not ready:
             return
-        settings: dict[Tensor, dict[str, Any]] = {}
+        for state in ready:
+            # The last step's update may still run, if nothing has read its weights since.
+            self._stepper.await_last_step_of(state)
+        settings = self._settings()
+        updates = [self._host.prepare(state, settings) for state in ready]
+        for update in updates:
+            update.begin()
+        self._stepper.update_on_host(updates)
+        self._updated.update(ready)
+        self._awaits_norm = self._skips or any(state.gradient.clipped_by is not None for state in ready)
+
+    def _settings(self) -> dict[Tensor, dict[str, Any]]:
+        """The present settings for every part of a parameter."""
+        found: dict[Tensor, dict[str, Any]] = {}
         for group, shards in zip(self.inner.param_groups, shard_groups(self.inner), strict=True):
             # A scheduler may change a tensor in place before the update runs.
             now = {key: value.clone() if isinstance(value, Tensor) else value for key, value in group.items()}
             del now["params"]
-            settings |= dict.fromkeys(shards, now)
-        for state in ready:
-            # The last step's update may still run, if nothing has read its weights since.
-            self._stepper.await_update_of(state)
-        self._stepper.update_on_host([self._host.prepare(state, settings) for state in ready])
-        self._updated.update(ready)
+            found |= dict.fromkeys(shards, now)
+        return found
+
+    def update_ahead(self, states: list[FlatState]) -> None:
+        """Called during the backward when the gradients of `states` are final; lets the host compute the updates that a
+        step will ask for if its gradients need no clipping. Nothing that a user can see changes before the step."""
+        if not self._awaits_norm or self._is_at_once or not self._stepper.runs_ahead:
+            return
+        # A parameter that this rank did not use may still get a gradient, when the ranks agree.
+        own = [state for state in states if state in self._own and state.flat.may_update_ahead]
+        ready = [state for state in own if state.gradient.stage == "final" and all(state.gradient.used)]
+        if ready:
+            settings = self._settings()
+            self._stepper.update_ahead([self._host.prepare(state, settings) for state in ready])
 
     @property
     def _is_at_once(self) -> bool:

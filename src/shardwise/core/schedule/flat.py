@@ -141,6 +141,11 @@ class Flat:
         # master itself.
         is_written = (self.master_on == "host" and is_compute) or (self.rest_is_own and self.rest_on != "device")
         self.has_out = self.host_updates and not is_written
+        # Updated weights are in the compute dtype on the host.
+        self.updates_copy = self.has_out or (self.rest_on == "host" and self.rest_is_own)
+        # Its update can go to other memory, which then takes the place of the old one.
+        writes_to_disk = self.rest_on == "disk" and self.rest_is_own
+        self.may_update_ahead = self.host_updates and self.master_on == "host" and not writes_to_disk
         # Weights are read from disk, through staging memory. Updated weights that stay on the host need no disk.
         is_read = self.rest_on is None and self.master_on == "disk" and not self.has_out
         self.is_staged = self.rest_on == "disk" or is_read

@@ -128,6 +128,23 @@ def host_pieces(flat: Flat, num_rows: float) -> Iterator[int]:
         yield num_elems * dtype.itemsize
 
 
+def spare_pieces(flat: Flat, num_rows: int) -> list[int]:
+    """Sizes of the memory into which a flat can be updated ahead of the step: as its rows, and its updated weights."""
+    rows = [flat.num_master * flat.master.itemsize] * (1 + num_rows)
+    return [*rows, flat.num_master * flat.compute.itemsize] if flat.updates_copy else rows
+
+
+def spared_flats(flats: Iterable[Flat], num_rows: int, budget_bytes: int) -> list[Flat]:
+    """The flats, in this order, for which spare memory fits into the budget. Flats of one size share it."""
+    found: list[Flat] = []
+    for flat in flats:
+        num_bytes = padded_bytes(spare_pieces(flat, num_rows))
+        if flat.may_update_ahead and num_bytes <= budget_bytes:
+            found.append(flat)
+            budget_bytes -= num_bytes
+    return found
+
+
 def disk_pieces(flat: Flat, num_rows: float) -> Iterator[int]:
     if flat.master_on == "disk":
         yield from (record_bytes(flat, chunk, num_rows) for chunk in chunks_of(flat))

@@ -3,6 +3,7 @@
 A `StandIn` takes the place of a tensor that is stored elsewhere: reading it raises an error that says where.
 """
 
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from ...base.errors import StateError
 from ...base.intervals import pieces
 from ..offload.arena import temporary_zeros
-from ..offload.host_memory import MASTER, HostMemory, Moves, OffloadedState
+from ..offload.host_memory import MASTER, HostMemory, Moves, OffloadedState, Spare
 from ..schedule.flat import Buffer, Copy, Flat
 from ..wire.collectives import Collective, HopChain, Work
 from ..wire.reference_codecs import decoder
@@ -108,10 +109,32 @@ class FlatState:
             is_on_disk = isinstance(self.master, OnDisk)
             part = OnDisk.like(shape, flat.master.torch) if is_on_disk else self.master[held].view(shape)
             self.resting_params.append(nn.Parameter(part, requires_grad=flat.trainable))
+        # Tensors in the user's hands that share memory with the master.
+        self._lent: list[weakref.ref[Tensor]] = []
         # The user's own Parameter objects: modules and optimizers have these between steps.
         self.user_params: list[nn.Parameter] = []
         # One number. The user's parameters are expanded views of it, so they need no memory.
         self.blank = torch.zeros((), dtype=flat.compute.torch, device=device)
+
+    def note_lent(self, view: Tensor) -> None:
+        """Remember a view of the master that the user gets. While it lives, the master stays where it is."""
+        self._lent = [ref for ref in self._lent if ref() is not None]
+        self._lent.append(weakref.ref(view))
+
+    @property
+    def may_swap(self) -> bool:
+        return not any(ref() is not None for ref in self._lent)
+
+    def swap(self, spare: Spare) -> None:
+        """Let rows and updated weights change places with `spare`. Parameters keep their objects and versions."""
+        assert self.offloaded is not None
+        assert self._rows is not None
+        self.offloaded.swap(spare)
+        if self.flat.rest_on == "host":
+            self.rest = self.offloaded.rest
+        self.master.data = self._rows.tensors[MASTER]
+        for index, resting in enumerate(self.resting_params):
+            resting.data = self.master.data[self.held.get(index, slice(0, 0))].view(resting.shape)
 
     def read_master(self) -> Tensor:
         """This rank's part of the master; a copy, if it is on disk."""

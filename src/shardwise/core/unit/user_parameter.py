@@ -127,6 +127,8 @@ class ShardTensor(Tensor):
 def _as_part(local: Tensor, place: Place, is_master: bool) -> ShardTensor:
     made = local.as_subclass(ShardTensor)
     made.place, made.is_master = place, is_master
+    if is_master:
+        place.state.note_lent(made)
     return made
 
 

@@ -1,7 +1,8 @@
 """The host update is torch's, bit for bit."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 
 import pytest
 import torch
@@ -173,6 +174,25 @@ def test_dtypes_in_and_out(grad_dtype: torch.dtype, out_dtype: torch.dtype | Non
         ours.assert_same(peer.step((grad * 0.37).float()))
     if out is not None:
         assert bits(out).equal(bits(ours.master.to(out.dtype)))
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("begin", [0, 1, 37])
+@pytest.mark.parametrize("run", [partial(adamw, cores=CORES), update_with_torch])
+def test_into_other_memory(fused: bool, begin: int, run: Callable[[AdamUpdate], None]) -> None:
+    """The results are those of an update in place, to the bit, and the old state stays."""
+    end, settings_ = begin + 200_003, replace(FIRST, fused=fused)
+    state, grad = State.of(end), gradients(end).bfloat16()
+    state.exp_avg, state.exp_avg_sq = torch.randn(end), torch.rand(end)
+    rows = [row[begin:] for row in (state.master, state.exp_avg, state.exp_avg_sq)]
+    before, new = [row.clone() for row in rows], [torch.full((end,), 7.0) for _ in rows]
+    outs = [torch.zeros(end, dtype=torch.bfloat16)[begin:] for _ in range(2)]
+    run(AdamUpdate(*rows, grad[begin:], outs[0], settings_, 1.0, (new[0][begin:], new[1][begin:], new[2][begin:])))
+    assert all(bits(row).equal(bits(old)) for row, old in zip(rows, before, strict=True))
+    run(AdamUpdate(*rows, grad[begin:], outs[1], settings_, 1.0))
+    assert all(bits(row).equal(bits(other[begin:])) for row, other in zip(rows, new, strict=True))
+    assert all(other[:begin].eq(7.0).all() for other in new)
+    assert bits(outs[0]).equal(bits(outs[1]))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
