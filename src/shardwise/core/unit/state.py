@@ -184,7 +184,8 @@ class FlatState:
         """Prepare to gather the masters of all ranks into `whole`: return the work of this rank, and what follows.
 
         `staged` holds the bytes that were read from disk. If the flat is sent encoded, `rows` is memory for the encoded
-        bytes. They are encoded once for all hops. Every rank computes with decoded values, also for its own part.
+        bytes. They are encoded once for all hops. Every rank computes with decoded values, also for its own part. What
+        is prepared holds the tensors of this state, so they stay the same objects.
         """
         flat, carrier, route = self.flat, self.carrier, self.flat.route(is_stale)
         at_rest, codec = self.whole[self._rest_in_whole], None if rows is None else flat.params_codec
