@@ -49,7 +49,9 @@ def num_calls(strategy: str | None, num_blocks: int) -> int:
     batch = torch.arange(shape.tokens + 1)[None] % shape.vocab
     for _ in range(STEPS_BEFORE_CALLS):
         step([batch])
-    return round(sum(count_calls(lambda: step([batch])).values()))
+    # A rank that waits for another one looks again and again.
+    calls = count_calls(lambda: step([batch])).items()
+    return round(sum(times for name, times in calls if not name.startswith("wire/rank_watch.py:")))
 
 
 def calls_per_unit(strategies: Sequence[str]) -> dict[str, float]:
@@ -62,7 +64,6 @@ def calls_per_unit(strategies: Sequence[str]) -> dict[str, float]:
 
 @pytest.mark.parametrize("strategy", slow_but(("ddp", "zero3", "zeropp", "zero3_offload"), MOST_CALLS))
 def test_a_unit_adds_few_calls(run_ranks: Pool, strategy: str) -> None:
-    # The smallest number of all ranks: those that wait for another one look again and again.
     found = min(each[strategy] for each in run_ranks(4, calls_per_unit, [strategy]))
     assert 0 < found <= MOST_CALLS[strategy]
 

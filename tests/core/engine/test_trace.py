@@ -56,7 +56,7 @@ def test_where_nothing_is_gathered_no_trace_says_so(run_ranks: Pool) -> None:
 
 def test_no_range_without_a_profiler() -> None:
     lane = Lane(torch.device("cpu"))
-    assert lane.named("gather x")._range is None
-    with profile(activities=[ProfilerActivity.CPU]), lane.named("gather x"):
+    assert lane.after_compute("gather x")._range is None
+    with profile(activities=[ProfilerActivity.CPU]), lane.after_compute("gather x"):
         assert lane._range is not None
     assert lane._range is None

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..offload.host_memory import OffloadedState
 from ..schedule.flat import Flat, Hop
-from ..schedule.state_bytes import LOST, Way
+from ..schedule.state_bytes import LOST
 from ..wire.codec import Codec, encoded_bytes
 from ..wire.collectives import (
     Channel,
@@ -143,25 +143,14 @@ class Carrier:
                 steps.append(gather_of_rows(channel, part, codec, self.unit_name))
         return steps
 
-    def copying(self, target: Tensor, source: Tensor) -> Work:
-        """Prepare a copy, which counts the bytes if they move between device and host."""
-        copy = partial(target.copy_, source, non_blocking=True)
-        if self._offloaded is None:
-            return copy
-        memory = self._offloaded.memory
-        is_from_host, size = memory.arena.owns(source), source.nbytes
-        if is_from_host == memory.arena.owns(target):
-            return copy
-        way: Way = "to_device" if is_from_host else "to_host"
-
-        def copy_and_count() -> None:
-            copy()
-            memory.moves.add(way, size)
-
-        return copy_and_count
-
     def copy(self, target: Tensor, source: Tensor) -> None:
-        self.copying(target, source)()
+        """Copy, and count the bytes if they move between device and host."""
+        target.copy_(source, non_blocking=True)
+        if self._offloaded is not None:
+            memory = self._offloaded.memory
+            is_from_host = memory.arena.owns(source)
+            if is_from_host != memory.arena.owns(target):
+                memory.moves.add("to_device" if is_from_host else "to_host", source.nbytes)
 
 
 def _run_all(works: Iterable[Work]) -> None:

@@ -263,7 +263,10 @@ class Gradient:
         part = buffer[self._in_whole] if flat.grads_on_host else self.grads
         if is_sync:
             steps += carrier.steps(part, flat.depth_of_grads, flat.sync_hops, channels, rows)
-        return HopChain(steps), part
+        hop_chain = HopChain(steps)
+        if hops and not isinstance(steps[0], Collective):
+            hop_chain.first = 0  # `_add_to_grads` belongs to the finish, also where it comes first
+        return hop_chain, part
 
     def _add_to_grads(self, part: Tensor, is_first: bool, scratch: Callable[[int], Tensor]) -> None:
         """Add `part`, summed over ranks, to earlier micro-batches. Sums on the host are copied to the device first."""

@@ -232,18 +232,19 @@ class FlatState:
         return before, HopChain(steps)
 
     def _copies(self, copies: Sequence[Copy], staged: Tensor | None, at_rest: Tensor) -> list[Work]:
-        """Prepare the copies of a route."""
-        found: list[Work] = []
-        for target, source in copies:
-            values = self._buffer(source, staged, at_rest)
-            if target == "disk":
-                found.append(partial(self._write_rest, values))
-            else:
-                found.append(self.carrier.copying(self._buffer(target, staged, at_rest), values))
-        return found
+        """Prepare the copies of a route. Offloaded state may be in other memory after an update, so its tensors are
+        looked up for each copy."""
+        if self.offloaded is not None:
+            return [partial(self._copy, target, source, staged, at_rest) for target, source in copies]
+        pairs = [[self._buffer(name, staged, at_rest) for name in copy] for copy in copies]
+        return [partial(target.copy_, source, non_blocking=True) for target, source in pairs]
 
-    def _write_rest(self, values: Tensor) -> None:
-        """Write the copy at rest to disk. Here only if the optimizer is split further than the parameters."""
+    def _copy(self, target: Buffer, source: Buffer, staged: Tensor | None, at_rest: Tensor) -> None:
+        values = self._buffer(source, staged, at_rest)
+        if target != "disk":
+            self.carrier.copy(self._buffer(target, staged, at_rest), values)
+            return
+        # Here only if the optimizer is split further than the parameters.
         assert self.offloaded is not None
         values, moves = values.cpu(), self.offloaded.memory.moves
         moves.add("to_host", values.nbytes)
