@@ -3,7 +3,9 @@
 The ranks of these tests have no GPU. They are told to give memory back as if they had one, and that no slot is small.
 """
 
-from typing import Any
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from torch import Tensor, nn
 
 import shardwise as sw
 from shardwise.base.errors import StateError
+from shardwise.core.engine import reductions
 from shardwise.core.engine.guards import engine_of
 from shardwise.core.engine.runtime import Engine
 from shardwise.core.schedule import step_schedule
@@ -21,15 +24,20 @@ from tests.harness import Pool
 STRATEGIES = ["zero3", "zero2", "zero1", "ddp", "shard_grad_op", "hsdp", "hpz", "zero3+grads_as=int8", "zero3_offload"]
 
 
-def like_a_gpu(engine: Engine, min_late_bytes: int) -> None:
+@contextmanager
+def like_a_gpu(engine: Engine, min_late_bytes: int) -> Iterator[None]:
+    """Give memory back as on a GPU. Slots of fewer bytes are not late; no gradient of autograd is small."""
     engine.reductions.memory.gives_back = True
-    step_schedule.MIN_LATE_BYTES = min_late_bytes
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(step_schedule, "MIN_LATE_BYTES", min_late_bytes)
+        patch.setattr(reductions, "MAX_HELD_BYTES", 0 if min_late_bytes == 0 else 1 << 40)
+        yield
 
 
-def sharded(strategy: str) -> tuple[Any, Any]:
+def sharded(strategy: str, precision: str = "fp32") -> tuple[Any, Any]:
     model = build()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    return sw.shard(model, optimizer, strategy, precision="fp32", node_size=1)
+    return sw.shard(model, optimizer, strategy, precision=precision, node_size=1)
 
 
 def part_of(step: int) -> Tensor:
@@ -37,75 +45,98 @@ def part_of(step: int) -> Tensor:
     return batch(step)[torch.distributed.get_rank(), None, :1]
 
 
-def train(strategy: str, min_late_bytes: int | None, num_micro: int) -> tuple[dict[str, Tensor], int, int, int]:
-    """Weights after some steps, the number of gradients that were late, and the memory of slots: at its peak, now."""
+class Seen(NamedTuple):
+    """Weights after some steps, the number of gradients that were late, and the bytes of slots: at their peak, now."""
+
+    weights: dict[str, Tensor]
+    num_late: int
+    peak_bytes: int
+    num_bytes: int
+
+
+def train(strategy: str, min_late_bytes: int | None, num_micro: int, precision: str = "fp32") -> Seen:
     sw.init()
-    model, optimizer = sharded(strategy)
+    model, optimizer = sharded(strategy, precision)
     engine, num_late, put_late = engine_of(model), 0, Gradient.put_late
-    if min_late_bytes is not None:
-        like_a_gpu(engine, min_late_bytes)
 
     def counted(self: Gradient) -> None:
         nonlocal num_late
         num_late += len(self.late)
         put_late(self)
 
-    Gradient.put_late = counted  # type: ignore[method-assign]
-    try:
-        for step in range(3):
-            for index in range(num_micro - 1):
-                with sw.accumulate(model):
-                    model(part_of(10 * step + index)).square().mean().backward()
-            model(part_of(step)).square().mean().backward()
-            optimizer.clip_grad_norm(1.0)
-            optimizer.step()
-            optimizer.zero_grad()
-    finally:
-        Gradient.put_late = put_late  # type: ignore[method-assign]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Gradient, "put_late", counted)
+        with nullcontext() if min_late_bytes is None else like_a_gpu(engine, min_late_bytes):
+            for step in range(3):
+                for index in range(num_micro - 1):
+                    with sw.accumulate(model):
+                        model(part_of(10 * step + index)).square().mean().backward()
+                model(part_of(step)).square().mean().backward()
+                optimizer.clip_grad_norm(1.0)
+                optimizer.step()
+                optimizer.zero_grad()
     memory = engine.reductions.memory
-    return sw.full_state_dict(model), num_late, memory.peak_bytes, sum(map(memory.num_bytes, range(2)))
+    return Seen(sw.full_state_dict(model), num_late, memory.peak_bytes, sum(map(memory.num_bytes, range(2))))
 
 
 @pytest.mark.parametrize("num_micro", [1, 2])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_the_bits_do_not_depend_on_when_slots_are_opened(run_ranks: Pool, strategy: str, num_micro: int) -> None:
-    kept = run_ranks(2, train, strategy, None, num_micro)
-    sized = run_ranks(2, train, strategy, 1 << 40, num_micro)
-    late = run_ranks(2, train, strategy, 0, num_micro)
+    kept, sized, late = (run_ranks(2, train, strategy, least, num_micro) for least in (None, 1 << 40, 0))
     has_slots = strategy not in ("zero1", "ddp")
     for one, two, three in zip(kept, sized, late, strict=True):
-        assert one[1] == two[1] == 0
-        assert (three[1] > 0) == has_slots
-        assert two[3] == three[3] == 0  # given back
-        assert three[2] <= two[2] <= one[2]
-        if has_slots:
-            # The three blocks share one slot, instead of two.
-            assert 0 < 1.9 * three[2] < two[2]
-        for other in (two[0], three[0]):
-            assert all(torch.equal(one[0][name], weight) for name, weight in other.items())
+        assert one.num_late == two.num_late == 0
+        assert (three.num_late > 0) == has_slots
+        check(one, two, three, has_slots)
 
 
-def broken_off() -> tuple[bool, bool]:
-    """A backward that fails, and one that changes a gradient in place after the layer has seen it."""
+def check(kept: Seen, sized: Seen, late: Seen, has_slots: bool) -> None:
+    assert sized.num_bytes == late.num_bytes == 0  # given back
+    assert late.peak_bytes <= sized.peak_bytes <= kept.peak_bytes
+    if has_slots:
+        # The three blocks share one slot, instead of two.
+        assert 0 < 1.9 * late.peak_bytes < sized.peak_bytes
+    for other in (sized, late):
+        assert all(torch.equal(kept.weights[name], weight) for name, weight in other.weights.items())
+
+
+@pytest.mark.parametrize("strategy", ["zero3", "zero3_offload"])
+def test_copied_gradients_of_the_first_units_share_a_slot(run_ranks: Pool, strategy: str) -> None:
+    kept, sized, late = (run_ranks(2, train, strategy, least, 2, "bf16") for least in (None, 1 << 40, 0))
+    for one, two, three in zip(kept, sized, late, strict=True):
+        assert one.num_late == two.num_late == three.num_late == 0  # a CPU writes no product of bf16 in fp32
+        check(one, two, three, has_slots=True)
+
+
+def broken_off() -> bool:
+    """A backward fails, and then another one runs. True if that has the gradients of a model that did not fail."""
     sw.init()
-    model, optimizer = sharded("zero3")
-    reference, _ = sharded("zero3")
-    like_a_gpu(engine_of(model), 0)
+    (model, optimizer), (reference, _) = sharded("zero3"), sharded("zero3")
 
     def fail(_: Tensor) -> None:
         raise ValueError("broken off")
 
     x = part_of(0).requires_grad_()
     x.register_hook(fail)
-    with pytest.raises(ValueError, match="broken off"):
-        model(x).square().mean().backward()
-    optimizer.zero_grad()
-    for each in (model, reference):
-        each(part_of(1)).square().mean().backward()
+    with like_a_gpu(engine_of(model), 0):
+        with pytest.raises(ValueError, match="broken off"):
+            model(x).square().mean().backward()
+        optimizer.zero_grad()
+        for each in (model, reference):
+            each(part_of(1)).square().mean().backward()
     with sw.whole(model, grads=True), sw.whole(reference, grads=True):
         pairs = zip(model.parameters(), reference.parameters(), strict=True)
-        is_equal = all(torch.equal(one.grad, other.grad) for one, other in pairs)
-    optimizer.zero_grad()
+        return all(torch.equal(one.grad, other.grad) for one, other in pairs)
+
+
+def test_late_gradients_of_a_backward_that_failed_are_forgotten(run_ranks: Pool) -> None:
+    assert run_ranks(2, broken_off) == [True] * 2
+
+
+def change_a_gradient() -> None:
+    """A hook changes the gradient of a layer's output in place, after the layer's backward."""
+    sw.init()
+    model, _ = sharded("zero3")
     held: list[Tensor] = []
 
     def watch(_: nn.Module, args: object, out: Tensor) -> None:
@@ -119,13 +150,9 @@ def broken_off() -> tuple[bool, bool]:
 
     model.blocks[0].twice.register_forward_hook(watch)
     model.blocks[0].norm.register_forward_hook(change)
-    try:
+    with like_a_gpu(engine_of(model), 0), pytest.raises(StateError, match=r"blocks\.0\.twice\.weight.* in place"):
         model(part_of(2)).square().mean().backward()
-        is_refused = False
-    except StateError as error:
-        is_refused = "in place" in str(error)
-    return is_equal, is_refused
 
 
-def test_late_gradients_of_a_backward_that_failed_are_forgotten(run_ranks: Pool) -> None:
-    assert run_ranks(2, broken_off) == [(True, True)] * 2
+def test_a_gradient_that_is_changed_before_it_is_used_is_refused(run_ranks: Pool) -> None:
+    run_ranks(2, change_a_gradient)
