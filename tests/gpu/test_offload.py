@@ -7,6 +7,7 @@ processors they are equal.
 
 import gc
 import json
+import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -152,6 +153,39 @@ def test_host_memory_is_pinned_and_as_planned(run_ranks: Pool, strategy: str) ->
     assert says_so
     assert is_so
     assert held == planned > 0
+
+
+def train_ahead(strategy: str, speculation: int, waits: bool) -> tuple[list[Tensor], dict[str, Tensor], int]:
+    """Never clipped, clipped at times, and again not clipped. `waits`: the host computes ahead all that it can."""
+    sw.init(device="cuda:0")
+    torch.manual_seed(0)
+    with torch.device("cuda"):
+        model = Transformer(SHAPE)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-4, fused=True)
+    model, optimizer = sw.shard(model, optimizer, strategy, precision="bf16", speculation=speculation)
+    values = []
+    for step in range(14):
+        loss = model(*batch(step % NUM_STEPS))
+        loss.backward()
+        if waits:
+            torch.cuda.synchronize()
+            time.sleep(0.05)
+        values += [loss.detach(), optimizer.clip_grad_norm(1e-2 if step in (4, 6, 7) else 1e9)]
+        optimizer.step()
+        optimizer.zero_grad()
+    accepted = engine_of(model).host_jobs.num_ahead["accepted"]
+    return [value.cpu() for value in values], sw.full_state_dict(model), accepted
+
+
+@pytest.mark.parametrize("waits", [True, False])
+@pytest.mark.parametrize("strategy", ["zero2_offload", "zero3_offload", "ddp+optimizer=host:0.5"])
+def test_updates_before_the_norm_change_no_bit(run_ranks: Pool, strategy: str, waits: bool) -> None:
+    plain, weights, none = run_ranks(1, train_ahead, strategy, 0, waits)[0]
+    values, others, accepted = run_ranks(1, train_ahead, strategy, 2_000_000_000, waits)[0]
+    assert none == 0
+    assert accepted > 0 or not waits
+    assert all(torch.equal(a, b) for a, b in zip(plain, values, strict=True))
+    assert all(torch.equal(weights[name], others[name]) for name in weights)
 
 
 def held_on_device(strategy: str) -> tuple[Any, int, int]:

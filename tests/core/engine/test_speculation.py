@@ -28,6 +28,7 @@ NO_LIMIT = 1e9
 ENOUGH = 10_000_000
 SPECIAL_STEP = 3
 NUM_STEPS = 6
+ONE_UNIT = {"units": ["Branches"]}
 ON_HOST = ["zero2_offload", "zero3_offload", "ddp+optimizer=host:0.5", "zero3+optimizer=host"]
 
 Act = Callable[[nn.Module, Any], Any]
@@ -222,8 +223,8 @@ CASES = {
     "bf16, clipped": Case(partial(finish, clip=1e-3), options={"precision": "bf16"}),
     "pure bf16": Case(finish, drops=False, options={"precision": "pure-bf16"}),
     "bf16 gradients": Case(finish, drops=False, options={"precision": "bf16", "reduce_dtype": "bf16"}),
-    "unused by one rank": Case(partial(leaving_out, ranks=(1,)), build=Whole),
-    "unused": Case(partial(leaving_out, ranks=(0, 1)), build=Whole),
+    "unused by one rank": Case(partial(leaving_out, ranks=(1,)), build=Whole, options=ONE_UNIT),
+    "unused": Case(partial(leaving_out, ranks=(0, 1)), build=Whole, options=ONE_UNIT),
 }
 
 
