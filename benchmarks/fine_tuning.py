@@ -67,7 +67,7 @@ class Case:
 
 
 CASES = {
-    "1b": Case("Llama 1.24B, all weights", LLAMA_1B, 4, EVERYONE),
+    "1b": Case("Llama 1.24B, all weights", LLAMA_1B, 2, EVERYONE, micro_size=4),
     "8b-lora": Case("Llama 8.03B, LoRA r16 on all linear layers", LLAMA_8B, 2, EVERYONE, 16, "bfloat16"),
     "8b": Case("Llama 8.03B, all weights, bf16 masters, full checkpointing", LLAMA_8B, 4, EVERYONE[2:], 0, "bfloat16",
                checkpointing=True),
@@ -169,7 +169,7 @@ def train_ours(case: Case, words: list[str], options: Options) -> dict[str, Any]
     from shardwise.trainer.run import set_up
     from shardwise.trainer.settings import Lora, Settings
 
-    clock, changed = Clock(options), {"compile": False}
+    clock, changed = Clock(options), {"compile": "off"}
     for word in words:
         changed |= CHANGES[word](case)
     values = {
@@ -308,7 +308,7 @@ def use_in_tree(case: Case) -> dict[str, Any]:
 
 # Each returns settings, or changes something for the rest of the process.
 CHANGES: dict[str, Callable[[Case], dict[str, Any]]] = {
-    "compile": lambda _: {"compile": True},
+    "compile": lambda _: {"compile": "on"},
     "in-tree": use_in_tree,
     "chunk-128m": lambda _: set_chunks(2**27),
     "chunk-512m": lambda _: set_chunks(2**29),
