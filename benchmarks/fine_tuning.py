@@ -23,6 +23,7 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -301,6 +302,22 @@ def fuse_loss() -> dict[str, Any]:
     return {}
 
 
+def keep_parts() -> dict[str, Any]:
+    """Leave the parts of transformers as they are."""
+    from shardwise.trainer.models import build
+
+    build.use_fused_parts = lambda _: 0
+    return {}
+
+
+def search_documents() -> dict[str, Any]:
+    """Let transformers search for documents in each forward, for which the host waits."""
+    from shardwise.trainer.models import headloss
+
+    headloss._documents_known = lambda *_: nullcontext()  # type: ignore[assignment]
+    return {}
+
+
 def use_in_tree(case: Case) -> dict[str, Any]:
     names = {2048: "llama-3.2-1b", 4096: "llama-3-8b", 64: "tiny"}
     return {"model": names[case.config["hidden_size"]], "shape": {"vocab": case.config.get("vocab_size", 128256)}}
@@ -310,6 +327,8 @@ def use_in_tree(case: Case) -> dict[str, Any]:
 CHANGES: dict[str, Callable[[Case], dict[str, Any]]] = {
     "compile": lambda _: {"compile": "on"},
     "in-tree": use_in_tree,
+    "plain-parts": lambda _: keep_parts(),
+    "search": lambda _: search_documents(),
     "chunk-128m": lambda _: set_chunks(2**27),
     "chunk-512m": lambda _: set_chunks(2**29),
     "chunk-1g": lambda _: set_chunks(2**30),

@@ -17,6 +17,7 @@ from ...planner.hardware.gpus import flops_per_token
 from ..model import Transformer
 from ..settings import Settings
 from .facts import ModelFacts, check, in_tree_shape, require_vocabulary, shape_in, weight_files
+from .fused_parts import use_fused_parts
 from .headloss import LossPath, find_path, has_plain_head, set_path
 from .llama import IN_TREE_LEAVES
 from .lora import adapters_for, with_adapters
@@ -114,6 +115,7 @@ def _hugging_face_model(settings: Settings, facts: ModelFacts) -> Any:
     except (ValueError, KeyError, TypeError, ImportError, OSError) as error:
         reason = str(error).strip().partition("\n")[0]
         raise ConfigurationError(f"model {settings.model!r}: transformers cannot build it: {reason}") from None
+    use_fused_parts(model)
     return model.train()
 
 
