@@ -206,7 +206,7 @@ def test_errors_have_codes(
 def test_printing_repeats_the_words(ask: Any, flag: str, capsys: pytest.CaptureFixture[str]) -> None:
     handed = ask("seed=3", flag, "--compile", "--train-file", "a b.txt", "--nnodes", "2")
     assert handed.rest == ["seed=3", "--compile", "--train-file", "a b.txt", "--nnodes", "2"]
-    assert (handed.settings.seed, handed.settings.compile) == (3, True)
+    assert (handed.settings.seed, handed.settings.compile) == (3, "on")
     assert capsys.readouterr().out == "#!/bin/bash\n"
 
 
@@ -240,7 +240,7 @@ def test_what_is_shown_trains_the_same(
         ("--learning-rate", "--learning-rate"),
         ("--learning-rate x", "learning_rate: 'x' (flag --learning-rate) is not a number"),
         ("--learning-rate -1", "learning_rate: -1.0 must be at least 0 (flag --learning-rate)"),
-        ("--compile=perhaps", "compile: 'perhaps' (flag --compile) is not true or false"),
+        ("--compile=perhaps", "compile: 'perhaps' (flag --compile) is not known; known: auto, off, on"),
         ("--no-seed", "--no-seed"),
         ("--compile True False", "False: no such file"),
         ("missing.yaml", "missing.yaml: no such file"),

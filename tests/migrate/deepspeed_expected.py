@@ -20,7 +20,7 @@ EXPECTED: dict[str, tuple[dict[str, Any], set[str]]] = {
         },
         set(),
     ),
-    "axolotl_stage1_compiled": ({"strategy": "zero1", **OPEN, "compile": True}, set()),
+    "axolotl_stage1_compiled": ({"strategy": "zero1", **OPEN, "compile": "on"}, set()),
     "axolotl_stage3_params_on_host": (
         {"strategy": "zero3", **IN_16_BITS, "export": True},
         {"zero_optimization.offload_param.device"},

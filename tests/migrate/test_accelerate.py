@@ -45,7 +45,7 @@ EXPECTED: dict[str, tuple[str, dict[str, Any], Any, tuple[str, ...]]] = {
         (),
     ),
     "accelerate_no_shard": ("ddp", {"precision": "fp32", "device": "cpu"}, (), ()),
-    "accelerate_grad_op": ("shard_grad_op", SUMS_IN_BF16 | {"compile": True}, ("LlamaDecoderLayer",), ()),
+    "accelerate_grad_op": ("shard_grad_op", SUMS_IN_BF16 | {"compile": "on"}, ("LlamaDecoderLayer",), ()),
     "trl_single_gpu": ("ddp", {"precision": "bf16", "nproc_per_node": 1}, (), ()),
     "trl_multi_gpu": ("ddp", {"precision": "bf16", **LAUNCHED}, (), ()),
     "trl_zero1": ("zero1", {"precision": "bf16", **LAUNCHED}, (), ()),

@@ -193,7 +193,7 @@ def test_a_config_without_fsdp_is_refused_as_the_trainer_would_not_read_it() -> 
         ({"dtype": "auto", "bf16": True, "fsdp": True}, SUMS_IN_BF16),
         ({"report_to": "none"}, {"report_to": ()}),
         ({"resume_from_checkpoint": True}, {"resume_from_checkpoint": "latest"}),
-        ({"use_cpu": True, "torch_compile": True}, {"device": "cpu", "compile": True}),
+        ({"use_cpu": True, "torch_compile": True}, {"device": "cpu", "compile": "on"}),
         ({"bf16": True, "dtype": "bfloat16", "fsdp": True}, SUMS_IN_BF16),
         ({"bf16": True}, {"precision": "bf16"}),
         ({"torch_dtype": "bfloat16"}, {"precision": "pure-bf16"}),

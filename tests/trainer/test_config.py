@@ -163,8 +163,9 @@ def test_the_last_override_wins() -> None:
         ("nnodes", "1:4", "1:4"),  # 64 in YAML 1.1
         ("rdzv_id", "no", "no"),  # false in YAML 1.1
         ("rdzv_id", "007", "007"),
-        ("compile", "true", True),
-        ("compile", "no", False),
+        ("compile", "true", "on"),
+        ("compile", "no", "off"),
+        ("compile", "Auto", "auto"),
         ("gradient_checkpointing", "true", "full"),
         ("gradient_checkpointing", "false", "none"),
         ("gradient_checkpointing", "none", "none"),
@@ -224,7 +225,7 @@ def test_values_of_programs_are_taken_as_they_are() -> None:
     resolved = said(flags={"max_steps": 3, "compile": True, "export": False, "train_file": ("a", "b"), "eval_steps": 0})
     assert (resolved.origin["export"], resolved.origin["eval_steps"]) == ("flag --no-export", "flag --eval-steps")
     settings = resolved.settings
-    assert (settings.max_steps, settings.compile, settings.export, settings.train_file) == (3, True, False, ("a", "b"))
+    assert (settings.max_steps, settings.compile, settings.export, settings.train_file) == (3, "on", False, ("a", "b"))
 
 
 @pytest.mark.parametrize(
@@ -263,7 +264,7 @@ def test_a_services_variables_are_not_ours() -> None:
         ("learning_rate: .nan", "learning_rate: '.nan' (file {file} line 1) is not a number"),
         ("learning_rate: nan", "learning_rate: nan is not a finite number (file {file} line 1)"),
         ("eval_fraction: 1", "eval_fraction: 1.0 must be below 1 (file {file} line 1)"),
-        ("compile: 2", "compile: '2' (file {file} line 1) is not true or false"),
+        ("compile: 2", "compile: '2' (file {file} line 1) is not known; known: auto, off, on"),
         ("export: null", "export: nothing (file {file} line 1) is not true or false"),
         ("model: {a: b}", "model: a mapping (file {file} line 1) is not a text"),
         ("train_file: {a: b}", "train_file: a mapping (file {file} line 1) is not a list of texts"),

@@ -136,12 +136,12 @@ def drafted(settings: Settings, free_bytes: int = 10**12) -> Draft:
     checked = check_all(settings, 1)
     built = build(settings, checked.tokenizer.vocab_size, torch.device("cpu"), facts=checked.facts)
     optimizer = optimizer_for(built.model, settings)
-    return draft(built, settings, checked.batching, checked.seq_length, optimizer, machine)
+    return draft(built, settings, checked, optimizer, machine, num_steps=1)
 
 
 @pytest.mark.parametrize("kind", ["in-tree", "llama", "lora", "compiled"])
 def test_activations_of_every_kind_of_model_are_planned(tmp_path: Path, kind: str) -> None:
-    changes: dict[str, Any] = {"precision": "bf16", "compile": kind == "compiled"}
+    changes: dict[str, Any] = {"precision": "bf16", "compile": "on" if kind == "compiled" else "off"}
     if kind in ("llama", "lora"):
         changes |= {"model": str(save_llama(tmp_path / "llama")), "shape": {}, "tokenizer": "bytes"}
     if kind == "lora":

@@ -13,6 +13,7 @@ from shardwise.api.memory_report import Memory
 from shardwise.base.text import WIDTH, count, duration, plural, size
 from shardwise.core.schedule.state_bytes import StateBytes
 from shardwise.trainer import run_summary
+from shardwise.trainer.compilation import Compilation
 from shardwise.trainer.loop import Ending
 from shardwise.trainer.run_checkpoints import Saves
 from shardwise.trainer.run_state import Run
@@ -54,6 +55,7 @@ def plan(activation_bytes: int | None = None, **changes: Any) -> SimpleNamespace
     note = NOTE if activation_bytes is None else ""
     peak = SimpleNamespace(peak=SimpleNamespace(name="backward blocks.3"))
     facts = {"why": "", "note": note, "activation_bytes": activation_bytes, "peak_bytes": None}
+    facts["compilation"] = Compilation(False, "on CPUs it takes longer than it saves")
     return SimpleNamespace(**{**facts, "entry": SimpleNamespace(name="ddp", memory=peak), **changes})
 
 
@@ -151,6 +153,7 @@ shardwise {VERSION}  runs/tiny
   batch       16 samples = 2 ranks x 1 micro-batch x 8, 2,048 tokens a step
   data        Python's manual, 465k tokens, 3,561 samples of 128, 74 more for evaluation
   training    200 steps = 0.899 epochs, adamw, lr 0.003 (cosine, 10 warm-up steps)
+  compile     off, on CPUs it takes longer than it saves
   memory      27.4 MB + activations a rank, of 6.59 GB free: params 6.85 MB, grads 6.85 MB,
               optimizer 13.7 MB; no plan of activations: it cannot be tried out
   checkpoint  at the end, 20.1 MB"""

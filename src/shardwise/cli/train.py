@@ -46,7 +46,7 @@ FLAGS = {entry.name: _flag(entry) for entry in fields(Settings)}
 ALONE = {
     _name(entry): ("true", "false", *(get_args(entry.type) if get_origin(entry.type) is Literal else ()))
     for entry in fields(Settings)
-    if bool in (entry.type, *get_args(entry.type)) or entry.name == "gradient_checkpointing"
+    if bool in (entry.type, *get_args(entry.type)) or entry.name in ("gradient_checkpointing", "compile")
 }
 
 

@@ -99,10 +99,10 @@ def _compile(top: Block) -> None:
     for holder, key in ((top, "dynamo_backend"), (block, "dynamo_backend"), (block, "backend")):
         word = holder.text(key).upper()
         if word == "INDUCTOR":
-            top.settings["compile"] = True
+            top.settings["compile"] = "on"
         elif word not in ("", "NO"):
             holder.refused(key, "blocks are compiled by INDUCTOR only; write that, or NO")
-        holder.used(key, f"compile {'true' if 'compile' in top.settings else 'false'}")
+        holder.used(key, f"compile {top.settings.get('compile', 'auto')}")
 
 
 def _launch(top: Block, is_single: bool) -> None:

@@ -83,9 +83,9 @@ def _read_training(top: Block) -> None:
     block = apply_rules(top.inner("compile"), "deepspeed", "compile")
     is_compiled = block.has("disable") and not block.flag("disable")
     block.word("backend", ("inductor",), "inductor")
-    compiled = "compile: torch.compile, block by block (DeepSpeed has dropped the key)"
-    block.used_if(is_compiled, ("disable", "backend"), compiled, "nothing is compiled")
-    top.settings |= {"compile": True} if is_compiled else {}
+    compiled = "compile on: torch.compile, block by block (DeepSpeed has dropped the key)"
+    block.used_if(is_compiled, ("disable", "backend"), compiled, "compile auto")
+    top.settings |= {"compile": "on"} if is_compiled else {}
 
 
 def _read_batch(top: Block) -> None:

@@ -228,8 +228,8 @@ def _checkpointing_and_compilation(top: Block) -> None:
         top.settings[key] = "full"
     top.used(key, f"gradient_checkpointing {top.settings.get(key, 'none')}")
     apply_rules(top.inner(f"{key}_kwargs"), "hugging_face", f"{key}_kwargs")
-    top.settings |= {"compile": True} if top.flag("torch_compile") else {}
-    top.used("torch_compile", f"compile {str('compile' in top.settings).lower()}")
+    top.settings |= {"compile": "on"} if top.flag("torch_compile") else {}
+    top.used("torch_compile", f"compile {top.settings.get('compile', 'auto')}")
 
 
 def _adapters(top: Block) -> None:

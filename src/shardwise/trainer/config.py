@@ -37,6 +37,7 @@ PARTS: dict[str, dict[str, Any]] = {
 }
 # Words that stand for another value.
 WORDS: dict[str, dict[str, Any]] = {
+    "compile": {"true": "on", "yes": "on", "false": "off", "no": "off"},
     "gradient_checkpointing": {"true": "full", "false": "none"},
     "lora": {"true": {}, "false": None},
     "offload": {"none": [], "false": []},
@@ -141,7 +142,7 @@ def schema() -> dict[str, Any]:
             about = {"anyOf": [{"type": "string"}, about], "default": about.pop("default")}
         elif key == "lora":
             about["anyOf"] += [{"type": "string"}, {"type": "boolean"}]
-        elif key == "gradient_checkpointing":
+        elif key in ("gradient_checkpointing", "compile"):
             about["enum"] += [True, False]
             del about["type"]
         elif key == "nnodes":

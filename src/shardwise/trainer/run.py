@@ -175,9 +175,11 @@ def set_up(settings: Settings, context: FailureContext) -> Run:
 
     free_bytes, free_host_bytes = free_bytes_here(), host_bytes_here() // mesh.num_local_ranks()
     built = all_or_none(world, lambda: _built(settings, checked, device, samples))
-    model, optimizer, planned = _sharded(built, settings, checked, free_bytes, context)
+    num_planned = settings.max_steps or _num_steps_of_epochs(settings, checked, samples.num_samples)
+    model, optimizer, planned = _sharded(built, settings, checked, free_bytes, num_planned, context)
     resumed = resume(candidates, model, optimizer, say)
-    settings = replace(settings, resume_from_checkpoint=resumed.checkpoint)
+    compiles = planned.compilation.setting  # a resumed run does not decide again
+    settings = replace(settings, resume_from_checkpoint=resumed.checkpoint, compile=compiles)
     identity = data_identity(settings, prepared, checked)
     before = identity if resumed.data is None else resumed.data
     is_same_data = before == identity
@@ -272,7 +274,7 @@ def _built(settings: Settings, checked: Checked, device: torch.device, samples: 
 
 
 def _sharded(
-    built: Built, settings: Settings, checked: Checked, free_bytes: int, context: FailureContext
+    built: Built, settings: Settings, checked: Checked, free_bytes: int, num_steps: int, context: FailureContext
 ) -> tuple[nn.Module, Any, RunPlan]:
     model, batching, seq_length, world = built.model, checked.batching, checked.seq_length, mesh.everyone()
     offload = offload_of(settings.offload, settings.wire)
@@ -283,13 +285,15 @@ def _sharded(
     if not is_automatic:
         least_free = min(exchange(world, free_bytes))
         machine = machine_here(world, mesh.make_axes(settings.node_size), least_free, offload.folder)
-    drafted = draft(built, settings, batching, seq_length, optimizer, machine)
+    gpu = device_name(mesh.device()) if mesh.device().type == "cuda" else ""
+    drafted = draft(built, settings, checked, optimizer, machine, num_steps, gpu)
+    drafted = drafted.compiled(exchange(world, drafted.compilation)[0])  # devices may differ
     context.planned = plan_before(drafted)
     checkpoint_blocks(model, settings.gradient_checkpointing)
-    if settings.compile:
+    if drafted.compilation.is_on:
         blocks = find_blocks(model)
         if not blocks:
-            raise ConfigurationError(f"compile: model {settings.model} has no repeated blocks; leave it out")
+            raise ConfigurationError(f"compile on: model {settings.model} has no repeated blocks; leave it out")
         for path in blocks:
             model.get_submodule(path).compile()
     model, optimizer = shard(
@@ -324,14 +328,18 @@ def _num_steps(settings: Settings, checked: Checked, num_samples: int, resumed: 
             f"{batching.num_ranks} ranks): set --global-batch-size"
         )
     if num_steps is None:
-        epochs = 1.0 if settings.num_train_epochs is None else settings.num_train_epochs
-        left = epochs * num_samples - first_sample
-        num_steps = first_step + max(-int(-left // batching.global_size), 0)
+        num_steps = first_step + _num_steps_of_epochs(settings, checked, num_samples, first_sample)
     if num_steps < first_step:
         raise ConfigurationError(
             f"max_steps {num_steps}, but {settings.resume_from_checkpoint} has {first_step} steps already: ask for more"
         )
     return num_steps
+
+
+def _num_steps_of_epochs(settings: Settings, checked: Checked, num_samples: int, first_sample: int = 0) -> int:
+    epochs = 1.0 if settings.num_train_epochs is None else settings.num_train_epochs
+    left = epochs * num_samples - first_sample
+    return max(-int(-left // checked.batching.global_size), 0)
 
 
 def _records(run: Run) -> StepRecords:

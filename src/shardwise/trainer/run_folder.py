@@ -40,6 +40,10 @@ def choose(settings: Settings, num_restarts: int = 0) -> Settings:
         place = folder / name
         if place.exists() and place.is_dir() != (kind == "folder"):
             raise ConfigurationError(f"output_dir {folder}: {place} is no {kind}; move it, or name another folder")
+    if checkpoint is not None and settings.compile == "auto" and (saved := _config_in(Path(checkpoint))):
+        # A resumed run computes as it did before.
+        before = parse(saved[1]).get("compile")
+        settings = dataclasses.replace(settings, compile=before if before in ("on", "off") else "auto")
     checkpoint = None if checkpoint is None else str(checkpoint)
     return dataclasses.replace(settings, output_dir=str(folder), resume_from_checkpoint=checkpoint)
 

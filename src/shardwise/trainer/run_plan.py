@@ -6,9 +6,9 @@ the plan has no activations and says so.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, get_args
 
@@ -21,26 +21,26 @@ from ..api.sharding import chosen_plan
 from ..core.engine.guards import engine_of
 from ..core.layout import layouts_for
 from ..core.optim.probe import num_moments
-from ..core.precision import precision_of
+from ..core.schedule.model import UnitSpec
 from ..core.schedule.state_bytes import Way, state_bytes
-from ..core.schedule.units import find_units
+from ..core.schedule.units import find_blocks, find_units
 from ..core.wire.ledger import add_up
 from ..planner.assess import Assessment, Assessor, Machine, Subject, Works
 from ..planner.events import step_events
 from ..planner.plan_json import plan_as_json
 from ..planner.planning import Plan
-from ..planner.shapes.shape import ModelShape
 from ..planner.training import Training
-from ..planner.work.activations import works_of
+from ..planner.work.activations import assign_to_units
 from ..planner.work.probe import on_meta, probe_works
 from ..planner.work.work import Work
 from .checkpointing import Mode, checkpoint_blocks
-from .model import Transformer
+from .checks import Checked
+from .compilation import Compilation, KnownBlocks, decide, gain_of, known_blocks
 from .models.build import Built
 from .models.headloss import path_of
 from .offload import strategy_of, updates_early
 from .run_folder import PLAN, TRAFFIC, replace_file
-from .settings import Batching, Settings, parse_units
+from .settings import Settings, parse_units
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +52,7 @@ class RunPlan:
     note: str = ""
     others: tuple[Assessment, ...] = ()  # strategies that `auto` has considered
     why: str = ""  # reason of the choice of `auto`
+    compilation: Compilation = field(default_factory=partial(Compilation, False))
     rests: Mapping[str, int] = field(default_factory=dict)  # bytes by class between backward and step
     off_device: Mapping[str, object] = field(default_factory=dict)  # offloaded bytes of a rank, and how they are held
 
@@ -76,16 +77,30 @@ class Draft:
     note: str
     clips: bool  # the norm of the gradients is computed, to clip them or to show it
     strategy: str | dict[str, str]  # with offload and wire
+    compilation: Compilation
 
     @property
     def name(self) -> str:
         return self.strategy if isinstance(self.strategy, str) else "mixed"
 
+    def compiled(self, compilation: Compilation) -> "Draft":
+        return replace(self, compilation=compilation, training=replace(self.training, compile=compilation.is_on))
+
 
 def draft(
-    built: Built, settings: Settings, batching: Batching, seq: int, optimizer: Any, machine: Machine | None
+    built: Built,
+    settings: Settings,
+    checked: Checked,
+    optimizer: Any,
+    machine: Machine | None,
+    num_steps: int,
+    device_name: str = "",
 ) -> Draft:
-    """Collect the inputs of a plan before the model is sharded, compiled, or set to activation checkpointing."""
+    """Collect the inputs of a plan before the model is sharded, compiled, or set to activation checkpointing.
+
+    `num_steps` decides whether compilation pays. `device_name`: of the GPU; "": there is none.
+    """
+    batching, seq = checked.batching, checked.seq_length
     training = Training(
         seq=seq,
         micro_batch=batching.micro_size,
@@ -94,20 +109,28 @@ def draft(
         reduce=settings.reduce_dtype,
         optimizer=settings.optimizer,
         checkpointing=settings.gradient_checkpointing,
-        compile=settings.compile,
         loss="plain" if path_of(built.model).how == "plain" else "chunked",
     )
     training = replace(training, moments=num_moments(optimizer, training.formats))
     units = tuple(find_units(built.model, parse_units(settings.units)))
     facts = {"name": settings.model, "num_params": built.num_params}
-    works, note = _works_or_note(built, settings, training, [unit.name for unit in units])
-    subject = Subject(settings.model, units, works, built.flops_per_token(seq), facts)
-    return Draft(subject, machine, training, note, not updates_early(settings), strategy_of(settings))
+    known = known_blocks(built, units)
+    works, note = _works_or_note(built.model, known, training, units)
+    head_dim = {} if known is None else {"head_dim": known.shape.head_dim}
+    subject = Subject(settings.model, units, works, built.flops_per_token(seq), facts, **head_dim)
+    compilation = Compilation(settings.compile == "on")
+    if settings.compile == "auto":
+        compilation = decide(note or gain_of(built.model, known, works, training, device_name), num_steps)
+    drafted = Draft(subject, machine, training, note, not updates_early(settings), strategy_of(settings), compilation)
+    return drafted.compiled(compilation)
 
 
-def _works_or_note(built: Built, settings: Settings, training: Training, names: list[str]) -> tuple[Works, str]:
+def _works_or_note(
+    model: nn.Module, known: KnownBlocks | None, training: Training, units: Sequence[UnitSpec]
+) -> tuple[Works, str]:
+    names = [unit.name for unit in units]
     try:
-        works = _works_of(built, settings)
+        works = _works_of(model, known, training, units)
         left_out = [name for name in names if name not in works(training)]
         if not left_out:
             return works, ""
@@ -118,24 +141,25 @@ def _works_or_note(built: Built, settings: Settings, training: Training, names: 
     return lambda _: nothing, f"no plan of activations: where the model was tried out, {reason[:200]}"
 
 
-def _works_of(built: Built, settings: Settings) -> Works:
-    """Return the work by unit. Compiled blocks cannot be probed: in-tree work is known, others count as uncompiled."""
-    model = built.model
-    if settings.compile and isinstance(model, Transformer):
-        shape = model.shape
-        sizes = {name: getattr(shape, name) for name in ("layers", "hidden", "heads", "kv_heads", "head_dim", "ffn")}
-        known = ModelShape(name=settings.model, vocab=shape.vocab, tied=shape.tied, code="in-tree", **sizes)
-        return lambda asked: works_of(known, asked)
-    bare = on_meta(model, precision_of(settings.precision or "bf16", None).compute.torch)
+def _works_of(model: nn.Module, known: KnownBlocks | None, training: Training, units: Sequence[UnitSpec]) -> Works:
+    """Return the work by unit. Compiled blocks cannot be probed: their work follows from their sizes, if these are
+    known. Others count as uncompiled."""
+    bare, paths = on_meta(model, training.formats.compute.torch), find_blocks(model)
 
     @cache
     def probed(batch: int, seq: int, mode: Mode, compute: torch.dtype, loss: Any) -> Mapping[str, Work]:
         checkpoint_blocks(bare, mode)
         return probe_works(bare, batch=batch, seq=seq, compute=compute, loss=loss)
 
-    return lambda asked: probed(
-        asked.micro_batch, asked.seq, asked.checkpointing, asked.formats.compute.torch, asked.loss
-    )
+    def works(asked: Training) -> Mapping[str, Work]:
+        found = probed(asked.micro_batch, asked.seq, asked.checkpointing, asked.formats.compute.torch, asked.loss)
+        if not asked.compile or known is None:
+            return found
+        first, other = known.works(asked)
+        blocks = [assign_to_units(other if index else first, path, units) for index, path in enumerate(paths)]
+        return {**found, **{name: work for block in blocks for name, work in block.items()}}
+
+    return works
 
 
 def plan_before(draft: Draft) -> RunPlan | None:
@@ -144,7 +168,7 @@ def plan_before(draft: Draft) -> RunPlan | None:
         return None
     assess = Assessor(draft.subject, draft.machine, clips=draft.clips)
     entry = assess(draft.name, layouts_for(draft.strategy, assess.unit_names), draft.training)
-    return RunPlan(entry, assess, draft.note)
+    return RunPlan(entry, assess, draft.note, compilation=draft.compilation)
 
 
 def plan_of(draft: Draft, model: nn.Module) -> RunPlan:
@@ -170,7 +194,7 @@ def plan_of(draft: Draft, model: nn.Module) -> RunPlan:
         off_device |= {"spare_bytes": host.spare_bytes} if host.spare_bytes else {}
     if host.disk is not None:
         off_device |= {"disk_bytes": host.size.disk, "folder": str(host.disk.folder), "direct": host.disk.is_direct}
-    return RunPlan(entry, assess, draft.note, others, why, rests, off_device)
+    return RunPlan(entry, assess, draft.note, others, why, draft.compilation, rests, off_device)
 
 
 # Numbers of a strategy that are unknown without activations.

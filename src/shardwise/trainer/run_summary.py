@@ -60,6 +60,7 @@ def banner(run: Run) -> str:
         f"{plural(samples.num_samples, 'sample')} of {seq_length:,}{evaluation}{tokenizer}",
         "training": f"{steps}, {settings.optimizer}, lr {settings.learning_rate:g} "
         f"({settings.lr_scheduler_type}{warmup})",
+        "compile": str(run.planned.compilation),
         "memory": _device_memory(run, held),
         "host": _host_memory(run, engine, held),
         "disk": f"{size(held.planned_disk)} a rank in {disk}, gone when the run ends" if held.planned_disk else "",

@@ -48,6 +48,7 @@ SHARDING, RUN, LAUNCH = "Sharding", "Run folder", "Launch"
 FINE_TUNING_RATE, LORA_RATE = 2e-5, 2e-4
 Tracker = Literal["tensorboard", "wandb"]
 Backend = Literal["c10d", "static", "etcd", "etcd-v2"]
+Compile = Literal["auto", "on", "off"]
 DEFAULT_GLOBAL_BATCH = 16
 DEEPSPEED_SCHEDULES = ("warmup-lr", "warmup-decay-lr", "warmup-cosine-lr")
 SETTINGS_OF_SCHEDULES = {  # the schedules that read each of these settings
@@ -65,7 +66,7 @@ class Settings:
     tokenizer: str | None = setting(MODEL, None, "Folder or id of a tokenizer, or 'bytes'. Default: the model's own, otherwise bytes.")
     lora: Lora | None = setting(MODEL, None, "Train low-rank adapters only: r=16,alpha=32 and, if needed, dropout=0.05 and targets=q_proj+v_proj.")
     gradient_checkpointing: Literal["none", "selective", "full"] = setting(MODEL, "none", "Recompute activations of blocks in the backward: none, selective or full. Without a value: full.")
-    compile: bool = setting(MODEL, False, "Compile each block with torch.compile.")
+    compile: Compile = setting(MODEL, "auto", "Compile each block with torch.compile: auto (on GPUs, if the run is long enough to save more time than that takes), on or off. Without a value: on. true and false are on and off.")
 
     train_file: tuple[str, ...] = setting(DATA, (), "Training data: text (.txt, .md), rows (.jsonl: text, prompt and completion, or messages), tokens (.bin). Separate several with commas. Default for in-tree shapes: Python's manual.")
     dataset: str | None = setting(DATA, None, "Hugging Face dataset, as a saved folder or an id, instead of files.")
@@ -152,10 +153,11 @@ class Settings:
         for name, words, choices in (
             ("report_to", self.report_to, Tracker),
             ("rdzv_backend", [self.rdzv_backend], Backend),
+            ("compile", [self.compile], Compile),
         ):
             for word in words:
                 if word not in get_args(choices):
-                    raise ConfigurationError(f"{name}: unknown {word!r}; {did_you_mean(word, get_args(choices))}")
+                    raise ConfigurationError(f"{name}: unknown {word!r}; {did_you_mean(str(word), get_args(choices))}")
         if self.divergence_ratio and self.divergence_ratio <= 1:
             raise ConfigurationError(f"divergence_ratio: {self.divergence_ratio:g} must be above 1, or 0 to continue")
         for name in ("warmup_steps", "eval_steps", "save_steps"):

@@ -118,11 +118,20 @@ def works_of(shape: ModelShape, training: Training) -> dict[str, Work]:
     return dict(_works(shape, replace(training, num_micro_batches=1, optimizer="adamw", reduce=None)))
 
 
-@cache
-def _works(shape: ModelShape, training: Training) -> tuple[tuple[str, Work], ...]:
-    is_ours, itemsize = training.engine == "shardwise", training.formats.compute.itemsize
-    habits = Habits(
-        writes_directly=is_ours,
+def block_works(shape: ModelShape, training: Training) -> tuple[Work, Work]:
+    """Return the work of the first block, whose input has no gradient if there are adapters, and of each other one."""
+    run = partial(
+        measure, block_of(shape, training.engine == "shardwise"), training.num_tokens * shape.hidden,
+        training.formats.compute.itemsize, checkpointing=training.checkpointing,
+    )  # fmt: skip
+    habits = _habits(shape, training)
+    other = _run_block(run, habits)
+    return _run_block(run, habits, needs_input_grad=False) if training.lora else other, other
+
+
+def _habits(shape: ModelShape, training: Training) -> Habits:
+    return Habits(
+        writes_directly=training.engine == "shardwise",
         is_fused=training.compile,
         keeps_every_second=training.engine == "fsdp2",
         rank=training.lora.r if training.lora else 0,
@@ -130,6 +139,11 @@ def _works(shape: ModelShape, training: Training) -> tuple[tuple[str, Work], ...
         batch=training.micro_batch,
         seq=training.seq,
     )
+
+
+@cache
+def _works(shape: ModelShape, training: Training) -> tuple[tuple[str, Work], ...]:
+    is_ours, itemsize = training.engine == "shardwise", training.formats.compute.itemsize
     units = units_of(shape, training.lora)
     # Units outside of blocks, by the last part of their path.
     leaves = {unit.path.rpartition(".")[2]: unit.name for unit in reversed(units)}
@@ -137,11 +151,7 @@ def _works(shape: ModelShape, training: Training) -> tuple[tuple[str, Work], ...
     positions, head = leaves.get("wpe"), leaves.get("head") or leaves.get("lm_head")
     block_names = [unit.name for unit in units if unit.path.rpartition(".")[2].isdigit()]
     num_elems = training.num_tokens * shape.hidden
-    block = block_of(shape, is_ours)
-    run = partial(measure, block, num_elems, itemsize, checkpointing=training.checkpointing)
-    other_block = _run_block(run, habits)
-    # With adapters, the input of the first block has no gradient.
-    first_block = _run_block(run, habits, needs_input_grad=False) if training.lora else other_block
+    first_block, other_block = block_works(shape, training)
     num_rows = shape.vocab + (shape.num_positions if positions is None else 0)
     embedding_work = _embedding(shape, training, num_rows)
     works = {ROOT: _beginning(shape, training, None if embed else embedding_work)}
@@ -156,7 +166,8 @@ def _works(shape: ModelShape, training: Training) -> tuple[tuple[str, Work], ...
         works[ROOT] = chain([works[ROOT], first_block, *[other_block] * (shape.layers - 1)])
     # Blocks may be compiled; the model around them is not.
     run_end = partial(end, shape, training.loss, is_ours)
-    works[head or LOSS] = measure(run_end, num_elems, itemsize, replace(habits, is_fused=False), kind="loss")
+    habits = _habits(shape, replace(training, compile=False))
+    works[head or LOSS] = measure(run_end, num_elems, itemsize, habits, kind="loss")
     names = {unit.name for unit in units}
     return tuple((name, work) for name, work in works.items() if name in names or name == LOSS)
 

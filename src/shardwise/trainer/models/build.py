@@ -17,6 +17,7 @@ from ...planner.hardware.gpus import flops_per_token
 from ..model import Transformer
 from ..settings import Settings
 from .facts import ModelFacts, check, in_tree_shape, require_vocabulary, shape_in, weight_files
+from .fused_parts import use_fused_parts
 from .headloss import LossPath, find_path, has_plain_head, set_path
 from .llama import IN_TREE_LEAVES
 from .lora import adapters_for, with_adapters
@@ -110,18 +111,21 @@ def _hugging_face_model(settings: Settings, facts: ModelFacts) -> Any:
         config.return_dict = True
         with torch.device("meta"):
             # Use the dtype of the files: exports and frozen weights keep it. Trainable weights have master weights.
-            model = loader.from_config(config, dtype=_dtype(config, facts), trust_remote_code=False)
+            model = loader.from_config(config, dtype=_dtype(config, facts, settings), trust_remote_code=False)
     except (ValueError, KeyError, TypeError, ImportError, OSError) as error:
         reason = str(error).strip().partition("\n")[0]
         raise ConfigurationError(f"model {settings.model!r}: transformers cannot build it: {reason}") from None
+    use_fused_parts(model)
     return model.train()
 
 
-def _dtype(config: Any, facts: ModelFacts) -> torch.dtype:
-    if not facts.has_weights or facts.folder is None:
-        return torch.float32
+def _dtype(config: Any, facts: ModelFacts, settings: Settings) -> torch.dtype:
+    if not facts.has_weights and settings.lora is None:
+        return torch.float32  # random weights that are trained
     if isinstance(config.dtype, torch.dtype):
         return config.dtype
+    if not facts.has_weights or facts.folder is None:
+        return torch.float32
     stored = stored_tensors(weight_files(facts.folder)[:1])
     dtypes = (tensor.dtype for tensor in stored.values())  # views of a mapped file: no data is read
     return next((dtype for dtype in dtypes if dtype.is_floating_point), torch.float32)

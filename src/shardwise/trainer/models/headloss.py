@@ -52,9 +52,10 @@ def loss_sum(model: Any, batch: Batch) -> Tensor:
         def loss_of(hidden: Tensor) -> Tensor:
             return chunked_cross_entropy(hidden, head.weight, batch.targets, reduction="sum")
 
-        with _forward_replaced(head, loss_of):
+        with _forward_replaced(head, loss_of), _documents_known(batch, path):
             return model(**inputs).logits
-    logits = model(**inputs).logits
+    with _documents_known(batch, path):
+        logits = model(**inputs).logits
     return F.cross_entropy(logits.flatten(0, 1).float(), batch.targets.flatten(), reduction="sum")
 
 
@@ -91,6 +92,30 @@ def _forward_replaced(module: nn.Module, forward: Callable[..., Any]) -> Iterato
             del module.__dict__["forward"]
         else:
             module.forward = before
+
+
+@contextmanager
+def _documents_known(batch: Batch, path: LossPath) -> Iterator[None]:
+    """Keep transformers from searching the position ids for documents if there are none: on a GPU, the host would wait
+    for the result, and so for the backward before it."""
+    if batch.positions is not None or not path.isolates:
+        yield
+        return
+    with _document_search(lambda _: None):
+        yield
+
+
+@contextmanager
+def _document_search(search: Any) -> Iterator[None]:
+    """Replace the function of transformers that finds the documents of a row in its position ids."""
+    from transformers import masking_utils
+
+    before = masking_utils.find_packed_sequence_indices
+    masking_utils.find_packed_sequence_indices = search
+    try:
+        yield
+    finally:
+        masking_utils.find_packed_sequence_indices = before
 
 
 class _Body(tuple[Tensor, ...]):
@@ -132,23 +157,18 @@ class _MaskIsMade(BaseException):
 
 def _isolates_documents(model: Any) -> bool:
     """Return True if position ids reach the function that finds documents, and the model has no recurrent state."""
-    from transformers import masking_utils
-
     if getattr(model, "_is_stateful", False) or "position_ids" not in inspect.signature(model.forward).parameters:
         return False
-    finder = masking_utils.find_packed_sequence_indices
 
     def stop(*_: Any, **__: Any) -> None:
         raise _MaskIsMade
 
     tokens = torch.zeros(1, 2, dtype=torch.int64, device="meta")
-    masking_utils.find_packed_sequence_indices = stop
     try:
-        model(input_ids=tokens, position_ids=tokens)
+        with _document_search(stop):
+            model(input_ids=tokens, position_ids=tokens)
     except _MaskIsMade:
         return True
     except Exception:  # noqa: BLE001  it cannot run on the meta device up to its mask
         return False
-    finally:
-        masking_utils.find_packed_sequence_indices = finder
     return False
