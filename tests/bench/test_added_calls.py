@@ -18,7 +18,7 @@ from tests.support.strategies import disk_for, slow_but
 
 NUM_BLOCKS = (4, 8)
 # The most calls per unit and step, in fp32 on two nodes of two CPU ranks. Python 3.11 counts list comprehensions, too.
-# Updates on the host are counted with what they do there: their number depends a little on how the threads take turns.
+# Updates on the host are counted as far as their thread gets during the step, so their limits have room for all of it.
 MOST_CALLS = {
     "ddp": 110,
     "zero1": 110,
@@ -30,9 +30,9 @@ MOST_CALLS = {
     "hfsdp": 145,
     "hpz": 145,
     "zeropp": 190,
-    "zero2_offload": 300,
-    "zero3_offload": 300,
-    "zero3_nvme": 600,
+    "zero2_offload": 450,
+    "zero3_offload": 450,
+    "zero3_nvme": 750,
     "zero3+params_as=int8+grads_as=int8": 185,
     "hpz+params_as=int8+grads_as=int4:feedback": 195,
 }
