@@ -34,6 +34,7 @@ from .pages import benchmark_page, show, table
 
 SETTINGS = AdamSettings(1e-4, 0.9, 0.95, 1e-8, 0.1, decoupled=True, maximize=False, fused=True, step=10)
 HUGE_PAGE = 2 << 20
+Rows = tuple[Tensor, Tensor, Tensor]
 LOOP = AdamSettings(1e-4, 0.9, 0.95, 1e-8, 0.1, decoupled=True, maximize=False, fused=False, step=10)
 
 
@@ -65,6 +66,8 @@ class Arrays:
         self.grad = zeros(num_elems, torch.bfloat16, pages).normal_(generator=generator)
         self.exp_avg, self.exp_avg_sq, self.wide_grad = (zeros(num_elems, torch.float32, pages) for _ in range(3))
         self.out = zeros(num_elems, torch.bfloat16, pages)
+        new = [zeros(num_elems, torch.float32, pages) for _ in range(3)]
+        self.new: Rows = (new[0], new[1], new[2])
         self.codes = [zeros(num_elems, torch.uint8, pages) for _ in range(2)]
         self.scales = [torch.zeros(num_elems // 256) for _ in range(2)]
         # Of an even spacing: what lies in a map changes no time.
@@ -92,8 +95,8 @@ class Arrays:
         )
         self.out.copy_(self.master)
 
-    def one_pass(self, settings: AdamSettings, cores: tuple[int, ...]) -> None:
-        adamw(AdamUpdate(self.master, self.exp_avg, self.exp_avg_sq, self.grad, self.out, settings, 1.0), cores)
+    def one_pass(self, settings: AdamSettings, cores: tuple[int, ...], new: Rows | None = None) -> None:
+        adamw(AdamUpdate(self.master, self.exp_avg, self.exp_avg_sq, self.grad, self.out, settings, 1.0, new), cores)
 
     def one_pass8(self, cores: tuple[int, ...]) -> None:
         moments = (Moment8(*each) for each in zip(self.codes, self.scales, self.maps, strict=True))
@@ -120,6 +123,7 @@ class Arrays:
             Contender("copy", 8, partial(self.wide_grad.copy_, self.master)),
             Contender(fused, 40, partial(self.torch_passes, SETTINGS)),
             Contender("one pass, order of fused", 28, partial(self.one_pass, SETTINGS, cores), fused),
+            Contender("the same into other memory", 28, partial(self.one_pass, SETTINGS, cores, self.new), fused),
             Contender(loop, 92, partial(self.torch_passes, LOOP)),
             Contender("one pass, order of loop", 28, partial(self.one_pass, LOOP, cores), loop),
             *([Contender(torchao, 28, self.torchao())] if has_torchao else []),

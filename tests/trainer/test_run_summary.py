@@ -66,7 +66,7 @@ def engine(layout: str = "ddp", optimizer_on: str = "device", **host: Any) -> Si
     return SimpleNamespace(
         schedule=SimpleNamespace(units=units),
         mesh=SimpleNamespace(node_size=host.get("node_size", 2)),
-        host=SimpleNamespace(arena=arena, disk=disk),
+        host=SimpleNamespace(arena=arena, disk=disk, spare_bytes=0),
     )
 
 
@@ -241,6 +241,9 @@ def test_what_rests_on_host_and_disk_is_told() -> None:
     assert "  strategy    zero3 with params=host,optimizer=host -> ddp on 2 ranks, NVIDIA H200, fp32" in lines
     assert "  host        96.0 GB a rank, pinned, of 230 GB free; updates by 8 cores a rank" in lines
     assert "  disk        48.0 GB a rank in /nvme/state, gone when the run ends" in lines
+    there.model.host.spare_bytes = 27_000_000_000
+    assert "free; 27.0 GB of it for updates before the norm is known; updates" in " ".join(banner(there).split())
+    there.model.host.spare_bytes = 0
     there.model.host.arena.is_pinned, there.updates_early = False, True
     pageable = " ".join(banner(there).split())
     assert "96.0 GB a rank, not pinned, of 230 GB free; updates by 8 cores a rank inside the backward, so" in pageable
