@@ -8,7 +8,8 @@ Weights and tokens are random, and nothing is downloaded. Both trainers get the 
 batches of the same size, AdamW (fused) and clipping at 1. A contender is the name of a trainer and changes to it,
 joined by "+"; `CHANGES` lists them. Those that no setting offers are experiments: they say what a change is worth.
 Figures are medians over stretches of steps, after a warm-up, which includes compilation. `--profile` prints where the
-time of a step goes. `--smoke` runs small models on the CPU in a minute, without compilation.
+time of a step goes. `--smoke` runs small models on the CPU in a minute, without compilation. The loss is that of the
+last step, for Hugging Face's trainer the mean of all steps. It shows only that both trained.
 """
 
 import argparse

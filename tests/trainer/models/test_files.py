@@ -278,3 +278,12 @@ def test_operations_of_a_token(tmp_path: Path) -> None:
     frozen = full.num_params - VOCAB * 16
     assert lora.num_matmul_params == pytest.approx(lora.num_trainable + frozen * 2 / 3, abs=1)
     assert math.isclose(full.flops_per_token(8), 6 * frozen + 12 * 3 * 16 * 8)
+
+
+def test_random_weights_that_are_frozen_have_the_dtype_of_the_config(tmp_path: Path) -> None:
+    saved("llama", tmp_path, dtype="bfloat16")
+    plain = Settings(model=str(tmp_path), tokenizer="bytes", random_weights=True)
+    trained, frozen = (build(replace(plain, lora=each), 257, CPU).model for each in (None, Lora(r=2)))
+    assert {param.dtype for param in trained.parameters()} == {torch.float32}
+    assert {param.dtype for param in frozen.parameters() if not param.requires_grad} == {torch.bfloat16}
+    assert {param.dtype for param in frozen.parameters() if param.requires_grad} == {torch.float32}
