@@ -5,6 +5,9 @@ happens after the backward, when the host has computed the updates that it expec
 are compared in every bit, and so is what became of the updates.
 """
 
+import random
+import shutil
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -143,9 +146,13 @@ def evaluating(model: nn.Module, optimizer: Any) -> Tensor:
         return loss_of(model, 50)
 
 
-def saving(model: nn.Module, optimizer: Any, folder: str = "") -> None:
-    sw.save(folder, model, optimizer)
-    sw.load(folder, model, optimizer)
+def saving(model: nn.Module, optimizer: Any) -> None:
+    folder = [tempfile.mkdtemp()]
+    dist.broadcast_object_list(folder)
+    sw.save(f"{folder[0]}/saved", model, optimizer)
+    sw.load(f"{folder[0]}/saved", model, optimizer)
+    dist.barrier()
+    shutil.rmtree(folder[0], ignore_errors=True)
 
 
 def freezing(model: nn.Module, optimizer: Any) -> None:
@@ -209,6 +216,7 @@ CASES = {
     "weights are read": Case(after(reading_weights)),
     "weights are written": Case(after(writing_weights)),
     "gradients are written": Case(after(writing_grads)),
+    "saved and loaded": Case(after(saving)),
     "an evaluation": Case(after(evaluating), drops=False),
     "a parameter is frozen": Case(after(freezing), drops=False),  # its gradient is there already
     "forgotten": Case(forgetting),
@@ -368,6 +376,36 @@ def loops_that_differ(loop: Callable[[int], tuple[list[Any], int]]) -> str:
 @pytest.mark.parametrize("loop", [accumulating, two_optimizers, adding_a_group])
 def test_loops(run_ranks: Pool, loop: Callable[[int], tuple[list[Any], int]]) -> None:
     assert run_ranks(2, loops_that_differ, loop) == ["", ""]
+
+
+def at_random(speculation: int, seed: int = 0, strategy: str = "") -> tuple[list[Any], int]:
+    """Nothing waits for the host here: it has computed ahead what it happens to have, on each rank something else."""
+    model, optimizer = shard(Stack(), speculation, strategy)
+    draws, pauses, values = random.Random(seed), random.Random(dist.get_rank()), list[Any]()
+    for step in range(100):
+        loss = loss_of(model, step)
+        loss.backward()
+        values.append(loss.detach())
+        time.sleep(pauses.choice([0, 0, 0.001, 0.004]))
+        what = draws.random()
+        if what < 0.06:
+            optimizer.zero_grad()
+            continue
+        if what < 0.12:
+            optimizer.param_groups[0]["lr"] *= 0.99
+        if what < 0.95:
+            values.append(optimizer.clip_grad_norm(1e-2 if draws.random() < 0.15 else NO_LIMIT))
+        optimizer.step()
+        if draws.random() < 0.05:
+            values += everything(model, optimizer)
+        optimizer.zero_grad()
+    return [*values, *everything(model, optimizer)], engine_of(model).host_jobs.num_ahead["accepted"]
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("strategy", ["zero2_offload", "zero3_offload"])
+def test_loops_at_random(run_ranks: Pool, strategy: str, seed: int) -> None:
+    assert run_ranks(2, loops_that_differ, partial(at_random, seed=seed, strategy=strategy)) == ["", ""]
 
 
 # ---------------------------------------------------------------------------------------------------------
