@@ -12,9 +12,9 @@ import shardwise as sw
 from tests.architecture.source import PACKAGE, trees
 
 # Lines of Python. They only go down: the goal is 36,000 for the package.
-# Package +360, files +2: the trainer decides whether to compile (trainer/compilation.py), and Hugging Face models get
+# Package +295, files +2: the trainer decides whether to compile (trainer/compilation.py), and Hugging Face models get
 # fused parts (trainer/models/fused_parts.py).
-MAX_LINES = {"core/": 9_415, "": 39_420}
+MAX_LINES = {"core/": 9_415, "": 39_355}
 MAX_FILES = 219
 MAX_FILE_LINES = 500
 MIN_FILE_LINES = 40
