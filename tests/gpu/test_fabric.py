@@ -28,6 +28,8 @@ REPLICATE = [0, 4]
 NUM_BYTES = 512 << 20
 FABRIC = Fabric(2, 4, Link(50.0, 20.0), Link(25.0, 30.0))
 TOLERANCE = 0.02
+# While products fill the device, the thread blocks of a transfer wait until some of its SMs are free.
+BUSY_TOLERANCE = 0.15
 
 
 @pytest.fixture
@@ -197,7 +199,7 @@ def test_groups_that_share_a_wire_add_up(start: Callable[..., None], busy: bool)
 
     planned_s = one.alone_s() + other.alone_s() - FABRIC.intra.latency_us * 1e-6
     assert seen_s(multiply) < planned_s  # the products end before the transfers do
-    assert seen_s(queue) == pytest.approx(planned_s, rel=TOLERANCE)
+    assert seen_s(queue) == pytest.approx(planned_s, rel=BUSY_TOLERANCE if busy else TOLERANCE)
 
 
 @pytest.mark.parametrize("busy", [False, True])
@@ -213,7 +215,8 @@ def test_groups_on_different_wires_overlap(start: Callable[..., None], busy: boo
         for work in works:
             work.wait()
 
-    assert seen_s(queue) == pytest.approx(max(in_node.alone_s(), between.alone_s()), rel=TOLERANCE)
+    planned_s = max(in_node.alone_s(), between.alone_s())
+    assert seen_s(queue) == pytest.approx(planned_s, rel=BUSY_TOLERANCE if busy else TOLERANCE)
 
 
 def test_the_world_shares_both_wires(start: Callable[..., None]) -> None:

@@ -71,7 +71,7 @@ def test_torch() -> None:
     assert theirs("ddp", engine="ddp").states == 20 * PARAMS
     assert theirs("zero3", engine="fsdp").states == 16 * PARAMS / 8
     found = compare_memory(migrated("zero3", engine="fsdp"), "llama-3-8b", "8xH100-80GB", 1)
-    assert found.needs[1].peak == pytest.approx(found.needs[0].peak, rel=0.2)
+    assert 0.7 * found.needs[1].peak < found.needs[0].peak < found.needs[1].peak
     kept = theirs("shard_grad_op", engine="fsdp")
     assert (kept.states, kept.extra) == (16 * PARAMS / 8, 2 * PARAMS)
 

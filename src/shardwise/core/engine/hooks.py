@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._C._dynamo.eval_frame import set_eval_frame as _set_eval_frame
 
 from ...base.dtypes import FP32
 from ...base.errors import StateError
@@ -28,6 +27,8 @@ from .runtime import Engine
 _OF_TORCH = frozenset(vars(nn.Module()))
 # The number of forwards in which a unit's modules are searched for tensors that they store as attributes.
 NUM_LOOKS = 2
+# Keeps torch.compile from tracing a hook: compiled code calls the hook as a normal Python function.
+_opaque: Callable[[Callable[..., Any]], Callable[..., Any]] = torch.compiler.disable
 
 
 class _UnitHooks:
@@ -224,21 +225,6 @@ def register_forward(module: nn.Module, method: str) -> None:
         return output
 
     module.__dict__[method] = run
-
-
-def _opaque(hook: Callable[..., Any]) -> Callable[..., Any]:
-    """Keep torch.compile from tracing a hook: compiled code calls it as a normal Python function. This is
-    torch.compiler.disable with one Python call instead of four, and without its import of the compiler."""
-
-    def run(*args: Any) -> Any:
-        outside = _set_eval_frame(None)
-        try:
-            return hook(*args)
-        finally:
-            _set_eval_frame(outside)
-
-    run._torchdynamo_disable = True  # type: ignore[attr-defined]
-    return run
 
 
 def _is_recompute() -> bool:
