@@ -156,3 +156,58 @@ def change_a_gradient() -> None:
 
 def test_a_gradient_that_is_changed_before_it_is_used_is_refused(run_ranks: Pool) -> None:
     run_ranks(2, change_a_gradient)
+
+
+class Inverted(torch.autograd.Function):
+    """Holds its output only, and turns it back into its input in the backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        out = x * 2
+        ctx.save_for_backward(out)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        ctx.saved_tensors[0].div_(2)
+        return grads[0] * 2
+
+
+class InvertedBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.two(Inverted.apply(self.one(x)))
+
+
+def change_an_input() -> None:
+    sw.init()
+    model = nn.Sequential(InvertedBlock(), InvertedBlock())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, _ = sw.shard(model, optimizer, "zero3", precision="fp32", units=["InvertedBlock"])
+    with like_a_gpu(engine_of(model), 0), pytest.raises(StateError, match=r"changed the input of '1\.two\.weight'"):
+        model(torch.ones(4, 8)).square().mean().backward()
+
+
+def test_an_input_that_is_changed_before_it_is_used_is_refused(run_ranks: Pool) -> None:
+    run_ranks(2, change_an_input)
+
+
+def fail_while_finishing() -> None:
+    """An error of a reduction that a layer's backward finishes is not taken for a weight without a direct gradient."""
+    sw.init()
+    model, _ = sharded("zero3")
+
+    def fail() -> None:
+        raise StateError("a reduction that fails")
+
+    for state in engine_of(model).trainable_states[1:]:
+        state.gradient.finish_reduction = fail
+    with pytest.raises(StateError, match="a reduction that fails"):
+        model(part_of(1)).square().mean().backward()
+
+
+def test_an_error_while_memory_is_opened_is_raised(run_ranks: Pool) -> None:
+    run_ranks(1, fail_while_finishing)

@@ -488,6 +488,7 @@ def held_across_steps() -> None:
     assert moment is not None
     assert engine_of(model).host_jobs.num_ahead["accepted"]
     assert optimizer.state[param]["exp_avg"] is moment
+    view = moment.detach().view(-1)
     part = param.data
     before = part.clone()
     for step in range(5, 8):
@@ -496,6 +497,7 @@ def held_across_steps() -> None:
         finish(model, optimizer)
     assert not bool((part - before).as_subclass(Tensor).eq(0).all())
     assert torch.equal(part.as_subclass(Tensor), param.data.as_subclass(Tensor))
+    assert torch.equal(view, optimizer.state[param]["exp_avg"].view(-1))
 
 
 def test_tensors_in_the_users_hands_follow(run_ranks: Pool) -> None:

@@ -49,10 +49,10 @@ class _Linear(torch.autograd.Function):
                 and param.requires_grad  # it may have been frozen since the forward
                 and not param._backward_hooks
                 and not param._post_accumulate_grad_hooks
-                and (gradient.places is not None or gradient.ask_to_open(rows.shape[0]))
             )
         except RuntimeError:
             is_direct = False  # torch.autograd.grad was called for this very weight
+        is_direct = is_direct and (gradient.places is not None or gradient.ask_to_open(rows.shape[0]))
         if is_direct:
             gradient.put(ctx.index, rows, inputs)
         return (

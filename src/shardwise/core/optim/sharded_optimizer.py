@@ -127,8 +127,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     @property  # type: ignore[override]
     def state(self) -> UserState:
-        """The state of this rank's part of each of the user's parameters."""
+        """The state of this rank's part of each of the user's parameters. Its tensors stay where they are from now on,
+        because the user may keep views of them: updates on the host no longer run ahead of the step."""
         self._await_host(self._states)  # the last updates may still run there
+        for state in self._states:
+            state.is_state_lent = True
         return UserState(self.inner, self.was_restored)
 
     @state.setter

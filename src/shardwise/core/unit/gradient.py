@@ -89,8 +89,8 @@ class Gradient:
         # Takes a number of tokens and returns True if `put` may be called: the memory is open now, or the unit is late.
         # Set by the engine.
         self.ask_to_open: Callable[[int], bool] = lambda num_tokens: False
-        # For a unit that is late: the arguments of `put`, and versions of the gradients among them.
-        self.late: list[tuple[int, Tensor, Tensor, int]] = []
+        # For a unit that is late: the arguments of `put`, and the versions of both tensors.
+        self.late: list[tuple[int, Tensor, Tensor, tuple[int, int]]] = []
         # During a backward: memory for each parameter's gradient, and whether it holds a sum to add to; paddings; the
         # buffer that contains these; memory for encoded rows.
         self.places: tuple[Tensor, ...] | None = None
@@ -162,7 +162,7 @@ class Gradient:
         """Write the gradient of a linear layer's weight: `rows.T @ inputs`, with shapes (n, out) and (n, in). If the
         unit is late, `put_late` does it."""
         if self.places is None:
-            self.late.append((index, rows, inputs, rows._version))
+            self.late.append((index, rows, inputs, (rows._version, inputs._version)))
             return
         place, beta, alpha = self.places[index], float(self.written[index]), self.scale.before
         if place.dtype == rows.dtype:
@@ -176,16 +176,16 @@ class Gradient:
 
     def put_late(self) -> None:
         """Write the gradients of a unit that is late, in the order of its backward."""
-        late, self.late = self.late, []
         with torch.no_grad():
-            for index, rows, inputs, version in late:
-                if rows._version != version:
+            for index, rows, inputs, versions in self.late:
+                if (rows._version, inputs._version) != versions:
                     name = self.flat.params[index].name
                     raise StateError(
-                        f"the backward changed the gradient of the output of {name!r} in place, and the gradient of "
-                        "the weight is computed from it: do not change gradients in place"
+                        f"the backward changed the input of {name!r}, or the gradient of its output, in place, and the "
+                        "gradient of the weight is computed from both: do not change them in place"
                     )
                 self.put(index, rows, inputs)
+        self.late = []
 
     def drop_places(self) -> None:
         """Forget what a failed backward has written, and what it was about to write."""

@@ -111,6 +111,8 @@ class FlatState:
             self.resting_params.append(nn.Parameter(part, requires_grad=flat.trainable))
         # Tensors in the user's hands that share memory with the master.
         self._lent: list[weakref.ref[Tensor]] = []
+        # True after the user has read the optimizer's state: views of its tensors must stay valid.
+        self.is_state_lent = False
         # The user's own Parameter objects: modules and optimizers have these between steps.
         self.user_params: list[nn.Parameter] = []
         # One number. The user's parameters are expanded views of it, so they need no memory.
@@ -123,7 +125,7 @@ class FlatState:
 
     @property
     def may_swap(self) -> bool:
-        return not any(ref() is not None for ref in self._lent)
+        return not self.is_state_lent and not any(ref() is not None for ref in self._lent)
 
     def swap(self, spare: Spare) -> None:
         """Let rows and updated weights change places with `spare`. Parameters keep their objects and versions."""
