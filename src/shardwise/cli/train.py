@@ -7,6 +7,7 @@ knows the types, and reports errors in the same way for files, overrides and fla
 import inspect
 import json
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import Field, fields
 from functools import partial
@@ -42,7 +43,7 @@ def _name(entry: Field[Any]) -> str:
 
 
 FLAGS = {entry.name: _flag(entry) for entry in fields(Settings)}
-# Flags that may have no value. A word after the flag is its value only if it is one of these words.
+# Flags that may have no value, and their values.
 ALONE = {
     _name(entry): ("true", "false", *(get_args(entry.type) if get_origin(entry.type) is Literal else ()))
     for entry in fields(Settings)
@@ -54,6 +55,7 @@ class TrainCommand(TyperCommand):
     """Adds the value to flags that were given without one, before typer parses them.
 
     `--compile` becomes `--compile true` and `--no-compile` becomes `--compile false`: the help has one name for both.
+    What follows such a flag is its value, unless it is the next flag, a file or key=value.
     """
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
@@ -61,7 +63,8 @@ class TrainCommand(TyperCommand):
         for arg, after in zip_longest(args, args[1:], fillvalue=""):
             flag = arg.replace("_", "-")
             positive = flag.replace("--no-", "--", 1)
-            if flag in ALONE and after.lower() not in ALONE[flag]:
+            is_value = after.lower() in ALONE.get(flag, ()) or re.fullmatch(r"\w[\w-]*", after)
+            if flag in ALONE and not is_value:
                 given += [flag, "true"]
             elif positive in ALONE and flag != positive:
                 given += [positive, "false"]

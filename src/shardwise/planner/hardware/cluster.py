@@ -93,7 +93,7 @@ def bytes_of(text: str | int, what: str) -> int:
     """Parse `512GB`, `1.5 TB`, `64GiB`; a bare number is bytes. `what`: its name in errors."""
     value = _quantity(str(text), what, _BYTES, "512GB")
     if value < 1e6:
-        raise ConfigurationError(f"{what}: {text} is {value:g} bytes; write {text}GB")
+        raise ConfigurationError(f"{what}: {text} is {value:g} bytes; write {str(text).rstrip(' kKBi')}GB")
     return round(value)
 
 
