@@ -79,6 +79,7 @@ class Gathers:
         self._postponed: deque[int] = deque()
         self._row_slots = deque(range(NUM_ROW_SLOTS))
         self.is_staged = [any(state.flat.is_staged for state in unit.states) for unit in units]
+        self._read_on_host = [[state for state in unit.states if state.offloaded is not None] for unit in units]
         states = [state for unit in units for state in unit.states]
         self._masters = [state.master for state in states if not isinstance(state.master, OnDisk)]
         self._masters_version = self._version_of_masters()
@@ -206,6 +207,8 @@ class Gathers:
                 self._row_slots.append(row_slot)
                 gather.is_over = True
             gather.queued = self.lane.mark()
+            for state in self._read_on_host[index]:
+                state.read_on_host = gather.queued
             self._in_flight[index] = gather
 
     def _parts(

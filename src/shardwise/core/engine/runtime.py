@@ -43,6 +43,7 @@ from ..wire.collectives import exchange
 from .activation_offload import HostActivations
 from .gathers import Gathers
 from .reductions import Reductions
+from .streams import host_waits_for
 from .updates import HostJobs
 
 Hook = Callable[..., Any]
@@ -93,7 +94,6 @@ class Engine:
         self.reductions = Reductions(schedule, self.statuses, units, mesh, jobs)
         # Optimizers and the user's parameters call these.
         self.await_gradients, self.updating = self.reductions.wait, self.reductions.updating
-        self.await_update_of, self.await_host_of = jobs.await_update_of, self.reductions.await_on_host
         self.drop_update_of, self.await_last_step_of = jobs.drop, jobs.await_last_step_of
         self.was_updated, self.was_rewritten = self.gathers.was_updated, self.gathers.was_rewritten
         # The flats that are trained, unit by unit, in the order in which their gradients are reduced.
@@ -465,8 +465,15 @@ class Engine:
         self.abandon_backward()
         self.gathers.settle()
         self.finish_updates()
+        for state in self.all_states:
+            host_waits_for(state.read_on_host)
         for unit in self.units:
             unit.show_user_params()
+
+    def await_host_of(self, state: FlatState) -> None:
+        """Wait until nothing uses this flat's memory on the host: no update, no gather, no gradient on its way."""
+        self.reductions.await_on_host(state)
+        host_waits_for(state.read_on_host)
 
     def finish_updates(self) -> None:
         """Wait for all updates on the host."""

@@ -42,7 +42,9 @@ class HostJob:
 
     @property
     def is_decided(self) -> bool:
-        return self.is_given and (self.clip is None or self.clip.is_here)
+        """True if it may change the state: a step asked for it, its factor is known, no gather reads the old weights."""
+        is_known = self.is_given and (self.clip is None or self.clip.is_here)
+        return is_known and has_passed(self.update.state.read_on_host)
 
     @property
     def is_ready(self) -> bool:
@@ -51,17 +53,21 @@ class HostJob:
         return has_passed(self.arrived) and (self.is_decided or may_run_ahead)
 
     def wait(self) -> None:
-        if not has_passed(self.arrived) or self.clip is None:
+        """Wait for the next event that it needs."""
+        if not has_passed(self.arrived):
             host_waits_for(self.arrived)
-        else:
+        elif self.clip is not None and not self.clip.is_here:
             self.clip.wait()
+        else:
+            host_waits_for(self.update.state.read_on_host)
 
 
 class HostJobs:
     """Updates on the host. A thread always runs the most urgent job that is ready, and ends when no job is left.
 
     Three things wait for the update of a flat: its next gather, a read of its masters, and its next gradient, which
-    overwrites the last one. If optimizer.step() has not asked for the update yet, the last two drop it instead. Jobs
+    overwrites the last one. The update itself waits for the gathers before it: their copies to the device may still
+    read the weights on the host, if a forward ran after the backward. If optimizer.step() has not asked for the update yet, the last two drop it instead. Jobs
     release the GIL while they run, so that the thread which queues work for the device can continue. A failure is
     stored and raised for every caller that waits for a job or adds one, because the state is only partly updated.
     """
