@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...base.errors import StateError
+from ...base.errors import ConfigurationError, StateError
 from ..mesh import Mesh
 from ..schedule.step_schedule import MAX_HELD_BYTES, NUM_LATE, NUM_OFFLOADED_GRADS, NUM_REDUCTIONS, Schedule
 from ..schedule.unit_status import UnitStatus
@@ -133,6 +133,12 @@ class Reductions:
         unit = self._units[index]
         states = unit.trainable_states
         taken = list(map(FlatState.take_gradients, states))
+        # Refused before anything of the unit starts: a collective of another flat would stay in flight.
+        for state, grads in zip(states, taken, strict=True):
+            for spec, grad in zip(state.flat.params, grads, strict=True):
+                if grad is not None and grad.layout != torch.strided:
+                    fix = "set sparse=False on its module"
+                    raise ConfigurationError(f"parameter {spec.name!r} got a sparse gradient: {fix}")
         # Memory is at its peak: large gradients of autograd do not wait for a second slot, and are not held.
         counted = [grad for grads in taken for grad in grads if grad is not None] if self._may_be_late else []
         is_large = sum([grad.nbytes for grad in counted]) > MAX_HELD_BYTES

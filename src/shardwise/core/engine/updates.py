@@ -42,7 +42,7 @@ class HostJob:
 
     @property
     def is_decided(self) -> bool:
-        """True if it may change the state: a step asked for it, its factor is known, no gather reads the old weights."""
+        """True if it may change the state: a step asked for it, its factor is known, no gather reads old weights."""
         is_known = self.is_given and (self.clip is None or self.clip.is_here)
         return is_known and has_passed(self.update.state.read_on_host)
 
@@ -66,10 +66,11 @@ class HostJobs:
     """Updates on the host. A thread always runs the most urgent job that is ready, and ends when no job is left.
 
     Three things wait for the update of a flat: its next gather, a read of its masters, and its next gradient, which
-    overwrites the last one. The update itself waits for the gathers before it: their copies to the device may still
-    read the weights on the host, if a forward ran after the backward. If optimizer.step() has not asked for the update yet, the last two drop it instead. Jobs
-    release the GIL while they run, so that the thread which queues work for the device can continue. A failure is
-    stored and raised for every caller that waits for a job or adds one, because the state is only partly updated.
+    overwrites the last one. If optimizer.step() has not asked for the update yet, the last two drop it instead. The
+    update itself waits for earlier gathers: after a forward between backward and step, their copies to the device may
+    still read the old weights. Jobs release the GIL while they run, so that the thread which queues work for the device
+    can continue. A failure is stored and raised for every caller that waits for a job or adds one, because the state is
+    only partly updated.
     """
 
     def __init__(self, units: list[Unit], host: HostMemory) -> None:
