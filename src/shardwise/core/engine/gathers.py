@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ...base.errors import StateError
 from ..mesh import Mesh
-from ..offload.host_memory import HostMemory, OffloadedState
+from ..offload.host_memory import HostMemory, OffloadedState, staged_views
 from ..schedule.flat import Pass
 from ..schedule.state_bytes import NUM_STAGED
 from ..schedule.step_schedule import NUM_ROW_SLOTS, Schedule, aligned
@@ -79,6 +79,8 @@ class Gathers:
         self._postponed: deque[int] = deque()
         self._row_slots = deque(range(NUM_ROW_SLOTS))
         self.is_staged = [any(state.flat.is_staged for state in unit.states) for unit in units]
+        # By unit and flats: the state to read from disk.
+        self._wanted: dict[tuple[int, tuple[FlatGather, ...]], tuple[OffloadedState, ...]] = {}
         self._read_on_host = [[state for state in unit.states if state.offloaded is not None] for unit in units]
         states = [state for unit in units for state in unit.states]
         self._masters = [state.master for state in states if not isinstance(state.master, OnDisk)]
@@ -185,12 +187,13 @@ class Gathers:
             if status.slot is None:
                 self.memory.fetch(index)
             place: Tensor | None = None
-            staged: dict[OffloadedState, Tensor] = {}
+            wanted: tuple[OffloadedState, ...] = ()
             if self.is_staged[index] and (wanted := self._wanted_from_disk(index, todo)):
-                place, staged = self._host.take_staged(wanted)
+                place = self._host.take_staged(wanted)
             key = (index, todo, row_slot, 0 if place is None else place.data_ptr())
             gather = self._prepared.get(key)
             if gather is None:
+                staged = {} if place is None else dict(staged_views(wanted, place))
                 gather = self._prepared[key] = Gather(self._parts(unit, todo, row_slot, staged), place, row_slot)
             for works, hop_chain in gather.parts:
                 for work in works:
@@ -262,11 +265,14 @@ class Gathers:
                 if wanted and not (self._host_jobs.is_updated(self._units[other]) and self._host.ask_staged(wanted)):
                     return
 
-    def _wanted_from_disk(self, index: int, todo: Iterable[FlatGather]) -> list[OffloadedState]:
+    def _wanted_from_disk(self, index: int, todo: tuple[FlatGather, ...]) -> tuple[OffloadedState, ...]:
         """The state of a unit to read from disk. A copy at rest that the gather is about to renew is not read."""
-        gathered = [(self._units[index].states[gather.at], gather.is_stale) for gather in todo]
-        read = [state for state, is_stale in gathered if state.flat.rest_is_own or not is_stale]
-        return [state.offloaded for state in read if state.offloaded is not None and state.flat.is_staged]
+        if (index, todo) not in self._wanted:
+            gathered = [(self._units[index].states[gather.at], gather.is_stale) for gather in todo]
+            read = [state for state, is_stale in gathered if state.flat.rest_is_own or not is_stale]
+            wanted = (state.offloaded for state in read if state.offloaded is not None and state.flat.is_staged)
+            self._wanted[index, todo] = tuple(wanted)
+        return self._wanted[index, todo]
 
     # Giving memory back.
 

@@ -77,8 +77,11 @@ class ReadAhead:
         """Start to read ahead. Return False if no buffer can be used now."""
         if key in self._ahead:
             return True
-        if len(self._ahead) == self._most or not self._free or not all(each.is_done for each in self._free[0][1]):
+        if len(self._ahead) == self._most or not self._free:
             return False
+        for pending in self._free[0][1]:
+            if not pending.is_done:
+                return False
         buffer = self.take_empty()
         self._ahead[key] = buffer, read(buffer)
         return True
@@ -194,16 +197,15 @@ class HostMemory:
 
     # Parameters of units on disk, which are read into staging memory and copied to the device.
 
-    def ask_staged(self, wanted: Sequence["OffloadedState"]) -> bool:
+    def ask_staged(self, wanted: tuple["OffloadedState", ...]) -> bool:
         """Start to read these flats of a unit. Return False if there is no room for them now."""
-        return self.staging.ask(tuple(wanted), partial(_read_staged, wanted))
+        return self.staging.ask(wanted, partial(_read_staged, wanted))
 
-    def take_staged(self, wanted: Sequence["OffloadedState"]) -> tuple[Tensor, dict["OffloadedState", Tensor]]:
-        """Return memory with a unit's parameters, and each state's part. Give it back once the device has read it."""
-        place = self.staging.take(tuple(wanted), partial(_read_staged, wanted))
-        views = dict(_staged_views(wanted, place))
-        self.moves.add("read", sum(view.nbytes for view in views.values()))
-        return place, views
+    def take_staged(self, wanted: tuple["OffloadedState", ...]) -> Tensor:
+        """Return memory with a unit's parameters (`staged_views`). Give it back once the device has read it."""
+        place = self.staging.take(wanted, partial(_read_staged, wanted))
+        self.moves.add("read", sum([state.flat.staged_bytes for state in wanted]))
+        return place
 
 
 @dataclass(slots=True, eq=False)
@@ -351,7 +353,8 @@ class OffloadedState:
         return self.memory.store.put(self.region, weights, at * weights.element_size())
 
 
-def _staged_views(wanted: Sequence[OffloadedState], place: Tensor) -> Iterator[tuple[OffloadedState, Tensor]]:
+def staged_views(wanted: Sequence[OffloadedState], place: Tensor) -> Iterator[tuple[OffloadedState, Tensor]]:
+    """Yield each state with its part of staging memory."""
     start = 0
     for state in wanted:
         num_bytes = state.flat.num_rest * state.flat.compute.itemsize
@@ -361,7 +364,7 @@ def _staged_views(wanted: Sequence[OffloadedState], place: Tensor) -> Iterator[t
 
 def _read_staged(wanted: Sequence[OffloadedState], place: Tensor) -> list[Pending]:
     reading = []
-    for state, view in _staged_views(wanted, place):
+    for state, view in staged_views(wanted, place):
         if state.region is not None:
             reading.append(state.memory.store.fetch(state.region, view))
             continue
