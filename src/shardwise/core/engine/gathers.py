@@ -9,7 +9,7 @@ with its effect on memory: `_start_in_turn`, `_finish`, `lose`, `was_updated`, `
 """
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -23,7 +23,7 @@ from ..schedule.flat import Pass
 from ..schedule.state_bytes import NUM_STAGED
 from ..schedule.step_schedule import NUM_ROW_SLOTS, Schedule, aligned
 from ..schedule.unit_status import FlatGather, UnitStatus, Weights
-from ..unit.state import OnDisk, Unit
+from ..unit.state import FlatState, OnDisk, Unit
 from ..wire.collectives import HopChain, Work
 from .streams import Lane, Mark, host_waits_for
 from .updates import HostJobs
@@ -69,6 +69,8 @@ class Gathers:
         # On a CPU, waiting blocks the caller. So only the first hop of a gather, between nodes, overlaps with the
         # computation; the others run when the unit is needed. Off with host updates, which delay ranks differently.
         self._defers = not self.lane.queues and not self.wait_for_host
+        # The points where flats are updated, while the computation does not wait for these updates (`Reductions`).
+        self.updated: Mapping[FlatState, Mark] = {}
         self.num_updates = 0
         self.is_captured = False
         # The gathers of units that are GATHERING, in the order in which they started.
@@ -183,7 +185,10 @@ class Gathers:
             while not self._row_slots:
                 self._finish(next(index for index, gather in self._in_flight.items() if gather.row_slot is not None))
             row_slot = self._row_slots.popleft()
-        with self.lane.after_compute(f"gather {unit.name}"):
+        lane = self.lane.after_compute(f"gather {unit.name}")
+        if self.updated:
+            lane.after(*map(self.updated.get, unit.trainable_states))
+        with lane:
             if status.slot is None:
                 self.memory.fetch(index)
             place: Tensor | None = None

@@ -10,7 +10,8 @@ update runs during the backward.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import NamedTuple
 
@@ -69,6 +70,8 @@ class Reductions:
         self._taken: tuple[list[list[Tensor | None]], Mark] | None = None
         # Gradients that the computation has not waited for yet, and the points at which they are reduced.
         self._finished: dict[FlatState, Mark] = {}
+        # Flats whose update the computation has not waited for yet, and the points at which they are updated.
+        self.updated: dict[FlatState, Mark] = {}
         # For early updates: a function that updates flats whose gradient is final; the point where this step's forward
         # began; True if weights were updated and optimizer.step() was not called yet.
         self.update_early: Callable[[list[FlatState]], None] | None = None
@@ -229,6 +232,15 @@ class Reductions:
     def wait(self) -> None:
         """Let the computation wait for every update and reduction, then release the memory of reductions."""
         self._update_lane.join()
+        self.updated.clear()
+        self._wait_for_reductions()
+
+    @property
+    def are_awaited(self) -> bool:
+        """True if the computation has waited for every reduction."""
+        return not self._finished
+
+    def _wait_for_reductions(self) -> None:
         if self._finished:
             self._finish_lane.join()
             self._leave_lane.join()
@@ -337,14 +349,19 @@ class Reductions:
                 "call step() first, and run all micro-batches but the last inside `with sw.accumulate(model):`"
             )
 
-    def updating(self, states: list[FlatState], early: bool) -> Lane:
-        """Return the lane of updates, which now waits for the reductions of `states`, not for others. Unless the update
-        is early, it also waits for all work queued on the compute stream so far, because that may read weights."""
+    @contextmanager
+    def updating(self, states: list[FlatState], early: bool) -> Iterator[None]:
+        """Work inside `with` goes to the lane of updates, which waits for the reductions of `states`, not for others.
+        Unless the update is early, it also waits for all work queued on the compute stream so far, because that may
+        read weights."""
         lane = self._update_lane.after(self._forward_began) if early else self._update_lane.after_compute()
-        return lane.after(*map(self._finished.get, states))
+        with lane.after(*map(self._finished.get, states)):
+            yield
+        self.updated |= dict.fromkeys(states, lane.mark())
 
     def close_step(self) -> None:
-        self.wait()
+        """Let the computation wait for the reductions, not yet for the updates."""
+        self._wait_for_reductions()
         self._awaits_step = False
 
 

@@ -9,7 +9,8 @@ One step, in numbered phases:
     4. after its backward, when that of an earlier unit begins: start the reduction of its gradient, in the schedule's
        order on every rank.
     5. end of the backward: reduce the remaining gradients (parameters without one count as zero).
-    6. the optimizer's step, on masters and final gradients as they arrive; then the next step's first gathers.
+    6. the optimizer's step, on masters and final gradients; then the next step's first gathers, as soon as their units
+       are updated.
 
 `UnitStatus` (schedule/unit_status.py) says where a unit's weights are and who uses them; `Gathers`, `Reductions` and
 `HostJobs` hold what is in flight. The engine does not know the preset.
@@ -92,6 +93,7 @@ class Engine:
         hosted = [unit for unit in schedule.leaves if schedule.units[unit].layout.activations_on == "host"]
         self.activations = HostActivations(units, hosted, mesh.device, host)
         self.reductions = Reductions(schedule, self.statuses, units, mesh, jobs)
+        self.gathers.updated = self.reductions.updated
         # Optimizers and the user's parameters call these.
         self.await_gradients, self.updating = self.reductions.wait, self.reductions.updating
         self.drop_update_of, self.await_last_step_of = jobs.drop, jobs.await_last_step_of
@@ -398,6 +400,11 @@ class Engine:
         """Let the host compute updates that a step will probably ask for, in spare memory."""
         self.host_jobs.run_ahead(updates, self.schedule.position_of, self.reductions.arrived)
 
+    @property
+    def has_gradients(self) -> bool:
+        """True if the computation has waited for all gradients."""
+        return self.reductions.are_awaited
+
     def forget_gradients(self, states: Iterable[FlatState], set_to_none: bool = True) -> None:
         self.abandon_backward()
         self.reductions.forget(states, set_to_none)
@@ -428,7 +435,9 @@ class Engine:
             self._seen_order = None
         for status in self.statuses:
             status.is_lent = False
+        # Each after the update of its unit; then the computation waits for the other updates, too.
         self.gathers.start_first()
+        self.reductions.wait()
 
     def _follow(self, seen: list[int]) -> None:
         """Make a schedule for the order in which the units really ran, if the ranks' orders agree; a rank may have

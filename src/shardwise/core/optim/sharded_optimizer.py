@@ -35,6 +35,8 @@ class Stepper(Protocol):
     def finish_gradients(self, states: Container[FlatState]) -> None: ...
     def await_gradients(self) -> None: ...
     @property
+    def has_gradients(self) -> bool: ...
+    @property
     def runs_ahead(self) -> bool: ...
     def update_ahead(self, updates: Iterable[FlatUpdate]) -> None: ...
     def drop_update_of(self, state: FlatState) -> None: ...
@@ -241,11 +243,16 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return None
 
     def _update(self) -> None:
-        """Update parts in the order in which their gradients arrive, then start the updates on the host."""
+        """Update parts in the order in which their gradients arrive, then start the updates on the host.
+
+        If all gradients are there (they were clipped), the order is that of the next forward, because a unit's gather
+        starts as soon as the unit is updated.
+        """
         if self._updated and self._settings_when_early != plain_settings(self.inner):
             what = "the optimizer's settings (a learning rate?) were changed between backward() and step()"
             raise _early_error(what, "change them after step()")
-        for part in self._current_parts():
+        parts = self._current_parts()
+        for part in reversed(parts) if self._stepper.has_gradients else parts:
             if not self._updated.issuperset(part.states):
                 self._update_part(part, early=False)
         if not self._is_at_once:
