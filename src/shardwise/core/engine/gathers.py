@@ -106,7 +106,7 @@ class Gathers:
                 break
             if not statuses[other].is_ready("forward"):
                 self.start(other, "forward", needed_now=False)
-        (self.show if computes else self.arrive)(index)
+        self.receive(index, computes)
 
     def lend(self, index: int) -> None:
         """Gather a unit for a use outside its forward, into memory of its own. It stays until the optimizer's step."""
@@ -116,16 +116,12 @@ class Gathers:
         status.is_lent = True
         self.make_ready(index, "forward", computes=False)
 
-    def arrive(self, index: int) -> None:
-        """Wait for a unit's gather, if it is in flight."""
+    def receive(self, index: int, computes: bool) -> None:
+        """Wait for a unit's gather, if it is in flight. If this rank runs the unit, register its compute parameters."""
         if self.statuses[index].weights is Weights.GATHERING:
             self._finish(index)
-
-    def show(self, index: int) -> None:
-        """Wait for a unit's gather, if it is in flight, and register its compute parameters in the modules."""
-        if self.statuses[index].weights is Weights.GATHERING:
-            self._finish(index)
-        self._units[index].show_compute()
+        if computes:
+            self._units[index].show_compute()
 
     def start_first(self) -> None:
         """Start the first gathers of the next step, up to the first unit that the host updates. That update may be done

@@ -234,7 +234,7 @@ class Engine:
             if status.plan.backward_reads:
                 self.gathers.make_ready(index, "backward")
             return
-        self._enter_backward(index, self.gathers.show)
+        self._enter_backward(index, computes=True)
 
     def _advance_backward(self, call: ForwardCall | None) -> None:
         """Bring the backward to `call` (None: to its end). Close the forwards whose backward has run, and run the
@@ -259,7 +259,7 @@ class Engine:
                 if not status.num_computing and not self._may_still_reach(status, call):
                     # Take part in the collectives of a unit that this rank does not run; other ranks may run it.
                     if self._is_in_backward[status.index] and not status.plan.holds_units:
-                        self._enter_backward(status.index, self.gathers.arrive)
+                        self._enter_backward(status.index, computes=False)
                     self._end_unit(status)
                 for other in ended:
                     if other.unit == status.index and other in self._opened:
@@ -275,7 +275,7 @@ class Engine:
             other.began < call.ended and other.closed_in != self._num_backwards for other in status.live_forwards()
         )
 
-    def _enter_backward(self, index: int, receive: Callable[[int], None]) -> None:
+    def _enter_backward(self, index: int, computes: bool) -> None:
         """Start the collectives before a unit's backward: the same on a rank that computes it and one that does not."""
         for other in self.schedule.before_backward[index]:
             if not self.statuses[other].is_ready("backward"):
@@ -284,7 +284,7 @@ class Engine:
             self.gathers.read_ahead(index, "backward")
         self.reductions.start_complete(self.is_sync)
         if self.schedule.units[index].backward_reads:
-            receive(index)
+            self.gathers.receive(index, computes)
 
     def _refuse_backward(self, call: ForwardCall) -> None:
         status = self.statuses[call.unit]
