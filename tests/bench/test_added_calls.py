@@ -32,7 +32,7 @@ MOST_CALLS = {
     "zeropp": 190,
     "zero2_offload": 265,
     "zero3_offload": 290,
-    "zero3_nvme": 510,
+    "zero3_nvme": 520,
     "zero3+params_as=int8+grads_as=int8": 185,
     "hpz+params_as=int8+grads_as=int4:feedback": 195,
 }

@@ -235,7 +235,6 @@ class Reductions:
         self.updated.clear()
         self._wait_for_reductions()
 
-    @property
     def are_awaited(self) -> bool:
         """True if the computation has waited for every reduction."""
         return not self._finished

@@ -95,7 +95,8 @@ class Engine:
         self.reductions = Reductions(schedule, self.statuses, units, mesh, jobs)
         self.gathers.updated = self.reductions.updated
         # Optimizers and the user's parameters call these.
-        self.await_gradients, self.updating = self.reductions.wait, self.reductions.updating
+        self.await_gradients, self.has_gradients = self.reductions.wait, self.reductions.are_awaited
+        self.updating = self.reductions.updating
         self.drop_update_of, self.await_last_step_of = jobs.drop, jobs.await_last_step_of
         self.was_updated, self.was_rewritten = self.gathers.was_updated, self.gathers.was_rewritten
         # The flats that are trained, unit by unit, in the order in which their gradients are reduced.
@@ -399,11 +400,6 @@ class Engine:
     def update_ahead(self, updates: Iterable[FlatUpdate]) -> None:
         """Let the host compute updates that a step will probably ask for, in spare memory."""
         self.host_jobs.run_ahead(updates, self.schedule.position_of, self.reductions.arrived)
-
-    @property
-    def has_gradients(self) -> bool:
-        """True if the computation has waited for all gradients."""
-        return self.reductions.are_awaited
 
     def forget_gradients(self, states: Iterable[FlatState], set_to_none: bool = True) -> None:
         self.abandon_backward()

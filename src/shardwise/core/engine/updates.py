@@ -231,8 +231,7 @@ class HostJobs:
             return
         with self._changed:
             following = list(islice((job for job in self._waiting if has_passed(job.arrived)), NUM_AHEAD))
-            following += [job for job in self._waiting[:NUM_AHEAD] if job not in following]
-        for job in following[:NUM_AHEAD]:
+        for job in following:
             job.update.ask()
 
     def raise_failure(self) -> None:
@@ -242,11 +241,7 @@ class HostJobs:
             raise StateError(f"an update on the host failed: {self._error}") from self._error
 
     def is_updated(self, unit: Unit) -> bool:
-        for state in unit.trainable_states:
-            job = self._jobs.get(state)
-            if job is not None and not job.is_done:
-                return False
-        return True
+        return not [state for state in unit.trainable_states if state in self._jobs and not self._jobs[state].is_done]
 
     def drop(self, state: FlatState) -> None:
         """Forget an update that optimizer.step() has not asked for."""
@@ -274,10 +269,8 @@ class HostJobs:
     def _await(self, job: HostJob) -> None:
         if not job.is_done:
             with self._changed:
-                while not job.is_done:
-                    self._changed.wait()
-        if self._error is not None:
-            self.raise_failure()
+                self._changed.wait_for(lambda: job.is_done)
+        self.raise_failure()
 
     def finish_all(self) -> None:
         for state in list(self._ahead):

@@ -52,10 +52,7 @@ class Pending:
 
     @property
     def is_done(self) -> bool:
-        for part in self.parts:  # noqa: SIM110, a generator would resume once for each part
-            if not part.done():
-                return False
-        return True
+        return all(map(Future.done, self.parts))
 
     def wait(self) -> None:
         for failure in [part.exception() for part in self.parts]:  # of all parts: none may run afterwards

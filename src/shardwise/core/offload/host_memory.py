@@ -77,11 +77,8 @@ class ReadAhead:
         """Start to read ahead. Return False if no buffer can be used now."""
         if key in self._ahead:
             return True
-        if len(self._ahead) == self._most or not self._free:
+        if len(self._ahead) == self._most or not self._free or not all(each.is_done for each in self._free[0][1]):
             return False
-        for pending in self._free[0][1]:
-            if not pending.is_done:
-                return False
         buffer = self.take_empty()
         self._ahead[key] = buffer, read(buffer)
         return True

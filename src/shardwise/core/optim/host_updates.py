@@ -116,7 +116,11 @@ class HostUpdates:
         self._is_adam = self._is_eight_bit or is_plain
         # A scheduler may change a tensor in place before the update runs.
         return [
-            {key: value.clone() if isinstance(value, Tensor) else value for key, value in group.items()}
+            {
+                key: value.clone() if isinstance(value, Tensor) else value
+                for key, value in group.items()
+                if key != "params"
+            }
             for group in groups
         ]
 
@@ -145,9 +149,7 @@ class HostUpdates:
     def _facts_about(self, each: UpdatedPart, group: Settings) -> list[Any]:
         """Everything that the update of a parameter reads besides rows and gradients. Tensors of the state count as
         changed if an operation has written to them."""
-        settings = [
-            value.tolist() if isinstance(value, Tensor) else value for key, value in group.items() if key != "params"
-        ]
+        settings = [value.tolist() if isinstance(value, Tensor) else value for value in group.values()]
         stored = self._optimizer.state.get(each.resting, {}).items()
         marks = [(key, value._version if isinstance(value, Tensor) else value) for key, value in stored]
         return [each.index, settings, marks]

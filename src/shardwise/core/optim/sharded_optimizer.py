@@ -34,7 +34,6 @@ class Stepper(Protocol):
     def begin_step(self) -> None: ...
     def finish_gradients(self, states: Container[FlatState]) -> None: ...
     def await_gradients(self) -> None: ...
-    @property
     def has_gradients(self) -> bool: ...
     @property
     def runs_ahead(self) -> bool: ...
@@ -252,7 +251,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             what = "the optimizer's settings (a learning rate?) were changed between backward() and step()"
             raise _early_error(what, "change them after step()")
         parts = self._current_parts()
-        for part in reversed(parts) if self._stepper.has_gradients else parts:
+        for part in reversed(parts) if self._stepper.has_gradients() else parts:
             if not self._updated.issuperset(part.states):
                 self._update_part(part, early=False)
         if not self._is_at_once:
