@@ -30,9 +30,9 @@ MOST_CALLS = {
     "hfsdp": 145,
     "hpz": 145,
     "zeropp": 190,
-    "zero2_offload": 450,
-    "zero3_offload": 450,
-    "zero3_nvme": 750,
+    "zero2_offload": 265,
+    "zero3_offload": 290,
+    "zero3_nvme": 520,
     "zero3+params_as=int8+grads_as=int8": 185,
     "hpz+params_as=int8+grads_as=int4:feedback": 195,
 }

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import shardwise as sw
+from shardwise.core.engine.guards import engine_of
 from tests.harness import Pool
 
 HIDDEN = 8
@@ -103,3 +104,49 @@ def test_zeros_are_no_gradients_for_what_had_none(run_ranks: Pool, strategy: str
     for weights in run_ranks(2, weights_with_zeros, strategy):
         for name, weight in model.state_dict().items():
             torch.testing.assert_close(weights[name], weight, rtol=1e-5, atol=1e-6)
+
+
+class TwoFlats(nn.Module):
+    """One unit with two flats: the layer, and the table that stays in fp32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(HIDDEN, HIDDEN)
+        self.table = nn.Embedding(5, HIDDEN)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) + self.table(torch.arange(2))
+
+
+def weights_after_sparse_gradients(strategy: str, fails: bool) -> tuple[dict[str, Tensor], bool]:
+    """Also returns whether collectives stayed in flight."""
+    sw.init()
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(TwoFlats(), TwoFlats())
+    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=0.1)
+    precision = sw.Precision("bf16", "fp32", "fp32", keep_fp32=("*.table",))
+    model, optimizer = sw.shard(model, optimizer, strategy, precision=precision, units=["TwoFlats"])
+    states = engine_of(model).units[0].states
+    assert [len(state.flat.params) for state in states] == [2, 1]
+    is_in_flight = False
+    for step in range(3):
+        if fails:
+            model[0].table.sparse = True
+            with pytest.raises(sw.ConfigurationError, match="sparse"):
+                model(torch.ones(2, HIDDEN)).square().mean().backward()
+            model[0].table.sparse = False
+            optimizer.zero_grad()
+            chains = [chain for state in states for chain, _ in state.gradient._chains.values()]
+            is_in_flight = is_in_flight or any(chain.at < chain.end for chain in chains)
+        model(torch.full((2, HIDDEN), float(step))).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return sw.full_state_dict(model), is_in_flight
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero2", "zero3", "hpz", "zero3_offload"])
+def test_sparse_gradients_leave_nothing_in_flight(run_ranks: Pool, strategy: str) -> None:
+    expected, _ = run_ranks(2, weights_after_sparse_gradients, strategy, False)[0]
+    for weights, is_in_flight in run_ranks(2, weights_after_sparse_gradients, strategy, True):
+        assert not is_in_flight
+        assert all(torch.equal(weights[name], value) for name, value in expected.items())

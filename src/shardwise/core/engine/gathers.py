@@ -9,7 +9,7 @@ with its effect on memory: `_start_in_turn`, `_finish`, `lose`, `was_updated`, `
 """
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -18,12 +18,12 @@ from torch import Tensor
 
 from ...base.errors import StateError
 from ..mesh import Mesh
-from ..offload.host_memory import HostMemory, OffloadedState
+from ..offload.host_memory import HostMemory, OffloadedState, staged_views
 from ..schedule.flat import Pass
 from ..schedule.state_bytes import NUM_STAGED
 from ..schedule.step_schedule import NUM_ROW_SLOTS, Schedule, aligned
 from ..schedule.unit_status import FlatGather, UnitStatus, Weights
-from ..unit.state import OnDisk, Unit
+from ..unit.state import FlatState, OnDisk, Unit
 from ..wire.collectives import HopChain, Work
 from .streams import Lane, Mark, host_waits_for
 from .updates import HostJobs
@@ -69,6 +69,8 @@ class Gathers:
         # On a CPU, waiting blocks the caller. So only the first hop of a gather, between nodes, overlaps with the
         # computation; the others run when the unit is needed. Off with host updates, which delay ranks differently.
         self._defers = not self.lane.queues and not self.wait_for_host
+        # The points where flats are updated, while the computation does not wait for these updates (`Reductions`).
+        self.updated: Mapping[FlatState, Mark] = {}
         self.num_updates = 0
         self.is_captured = False
         # The gathers of units that are GATHERING, in the order in which they started.
@@ -79,6 +81,9 @@ class Gathers:
         self._postponed: deque[int] = deque()
         self._row_slots = deque(range(NUM_ROW_SLOTS))
         self.is_staged = [any(state.flat.is_staged for state in unit.states) for unit in units]
+        # By unit and flats: the state to read from disk.
+        self._wanted: dict[tuple[int, tuple[FlatGather, ...]], tuple[OffloadedState, ...]] = {}
+        self._read_on_host = [[state for state in unit.states if state.offloaded is not None] for unit in units]
         states = [state for unit in units for state in unit.states]
         self._masters = [state.master for state in states if not isinstance(state.master, OnDisk)]
         self._masters_version = self._version_of_masters()
@@ -101,7 +106,7 @@ class Gathers:
                 break
             if not statuses[other].is_ready("forward"):
                 self.start(other, "forward", needed_now=False)
-        (self.show if computes else self.arrive)(index)
+        self.receive(index, computes)
 
     def lend(self, index: int) -> None:
         """Gather a unit for a use outside its forward, into memory of its own. It stays until the optimizer's step."""
@@ -111,16 +116,12 @@ class Gathers:
         status.is_lent = True
         self.make_ready(index, "forward", computes=False)
 
-    def arrive(self, index: int) -> None:
-        """Wait for a unit's gather, if it is in flight."""
+    def receive(self, index: int, computes: bool) -> None:
+        """Wait for a unit's gather, if it is in flight. If this rank runs the unit, register its compute parameters."""
         if self.statuses[index].weights is Weights.GATHERING:
             self._finish(index)
-
-    def show(self, index: int) -> None:
-        """Wait for a unit's gather, if it is in flight, and register its compute parameters in the modules."""
-        if self.statuses[index].weights is Weights.GATHERING:
-            self._finish(index)
-        self._units[index].show_compute()
+        if computes:
+            self._units[index].show_compute()
 
     def start_first(self) -> None:
         """Start the first gathers of the next step, up to the first unit that the host updates. That update may be done
@@ -180,16 +181,20 @@ class Gathers:
             while not self._row_slots:
                 self._finish(next(index for index, gather in self._in_flight.items() if gather.row_slot is not None))
             row_slot = self._row_slots.popleft()
-        with self.lane.after_compute(f"gather {unit.name}"):
+        lane = self.lane.after_compute(f"gather {unit.name}")
+        if self.updated:
+            lane.after(*map(self.updated.get, unit.trainable_states))
+        with lane:
             if status.slot is None:
                 self.memory.fetch(index)
             place: Tensor | None = None
-            staged: dict[OffloadedState, Tensor] = {}
+            wanted: tuple[OffloadedState, ...] = ()
             if self.is_staged[index] and (wanted := self._wanted_from_disk(index, todo)):
-                place, staged = self._host.take_staged(wanted)
+                place = self._host.take_staged(wanted)
             key = (index, todo, row_slot, 0 if place is None else place.data_ptr())
             gather = self._prepared.get(key)
             if gather is None:
+                staged = {} if place is None else dict(staged_views(wanted, place))
                 gather = self._prepared[key] = Gather(self._parts(unit, todo, row_slot, staged), place, row_slot)
             for works, hop_chain in gather.parts:
                 for work in works:
@@ -206,6 +211,8 @@ class Gathers:
                 self._row_slots.append(row_slot)
                 gather.is_over = True
             gather.queued = self.lane.mark()
+            for state in self._read_on_host[index]:
+                state.read_on_host = gather.queued
             self._in_flight[index] = gather
 
     def _parts(
@@ -259,11 +266,14 @@ class Gathers:
                 if wanted and not (self._host_jobs.is_updated(self._units[other]) and self._host.ask_staged(wanted)):
                     return
 
-    def _wanted_from_disk(self, index: int, todo: Iterable[FlatGather]) -> list[OffloadedState]:
+    def _wanted_from_disk(self, index: int, todo: tuple[FlatGather, ...]) -> tuple[OffloadedState, ...]:
         """The state of a unit to read from disk. A copy at rest that the gather is about to renew is not read."""
-        gathered = [(self._units[index].states[gather.at], gather.is_stale) for gather in todo]
-        read = [state for state, is_stale in gathered if state.flat.rest_is_own or not is_stale]
-        return [state.offloaded for state in read if state.offloaded is not None and state.flat.is_staged]
+        if (index, todo) not in self._wanted:
+            gathered = [(self._units[index].states[gather.at], gather.is_stale) for gather in todo]
+            read = [state for state, is_stale in gathered if state.flat.rest_is_own or not is_stale]
+            wanted = (state.offloaded for state in read if state.offloaded is not None and state.flat.is_staged)
+            self._wanted[index, todo] = tuple(wanted)
+        return self._wanted[index, todo]
 
     # Giving memory back.
 

@@ -27,6 +27,9 @@ from .runtime import Engine
 _OF_TORCH = frozenset(vars(nn.Module()))
 # The number of forwards in which a unit's modules are searched for tensors that they store as attributes.
 NUM_LOOKS = 2
+# The number of the backward that runs now, or NONE. A forward inside a backward is a recompute (activation
+# checkpointing). Not a function of ours: each unit asks several times.
+_backward, NONE = torch._C._current_graph_task_id, -1
 # Keeps torch.compile from tracing a hook: compiled code calls the hook as a normal Python function.
 _opaque: Callable[[Callable[..., Any]], Callable[..., Any]] = torch.compiler.disable
 
@@ -51,7 +54,7 @@ class _UnitHooks:
     def before(self, module: nn.Module, args: Any, kwargs: Any = None) -> None:
         self._kept_casts.append(torch.is_autocast_cache_enabled())
         torch.set_autocast_cache_enabled(False)
-        if torch._C._current_graph_task_id() != -1:  # a recompute
+        if _backward() != NONE:
             self._engine.gathers.make_ready(self._index, "backward")
         else:
             self._given = given = {}
@@ -86,7 +89,7 @@ class _UnitHooks:
 
     def _watch(self, module: nn.Module, args: Any, output: Any) -> None:
         """Record the output of an inner module on which the user has a hook: the hook may use it in a loss."""
-        if not _is_recompute():
+        if _backward() == NONE:
             self._seen_by_hooks.extend(tensors_in(output))
 
     def _kept_by_modules(self) -> list[Tensor]:
@@ -107,7 +110,7 @@ class _UnitHooks:
             torch.set_autocast_cache_enabled(self._kept_casts.pop())
         if output is None and self._engine.precision.compute != FP32:
             _explain(sys.exception(), self._unit.name, self._engine.precision)
-        if torch._C._current_graph_task_id() != -1:  # a recompute
+        if _backward() != NONE:
             return
         if self._engine.activations.hosted:
             self._engine.activations.after(self._index)
@@ -164,12 +167,12 @@ def install_root_hooks(engine: Engine, model: nn.Module) -> None:
         return tensor if tensor.grad_fn is None else _Scale.apply(tensor, engine, False)  # type: ignore[no-untyped-call]
 
     def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if not _is_recompute():
+        if _backward() == NONE:
             engine.begin_forward(torch.is_grad_enabled())
         return map_tensors(args, enter), map_tensors(kwargs, enter)
 
     def after(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        if not _is_recompute():
+        if _backward() == NONE:
             engine.end_forward(failed=sys.exc_info()[0] is not None)
         return map_tensors(output, leave) if is_scaled else None
 
@@ -225,11 +228,6 @@ def register_forward(module: nn.Module, method: str) -> None:
         return output
 
     module.__dict__[method] = run
-
-
-def _is_recompute() -> bool:
-    """True if this forward runs inside a backward: activation checkpointing."""
-    return torch._C._current_graph_task_id() != -1
 
 
 def _explain(error: BaseException | None, unit_name: str, precision: Precision) -> None:

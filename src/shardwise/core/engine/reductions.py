@@ -10,14 +10,15 @@ update runs during the backward.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ...base.errors import StateError
+from ...base.errors import ConfigurationError, StateError
 from ..mesh import Mesh
 from ..schedule.step_schedule import MAX_HELD_BYTES, NUM_LATE, NUM_OFFLOADED_GRADS, NUM_REDUCTIONS, Schedule
 from ..schedule.unit_status import UnitStatus
@@ -69,6 +70,8 @@ class Reductions:
         self._taken: tuple[list[list[Tensor | None]], Mark] | None = None
         # Gradients that the computation has not waited for yet, and the points at which they are reduced.
         self._finished: dict[FlatState, Mark] = {}
+        # Flats whose update the computation has not waited for yet, and the points at which they are updated.
+        self.updated: dict[FlatState, Mark] = {}
         # For early updates: a function that updates flats whose gradient is final; the point where this step's forward
         # began; True if weights were updated and optimizer.step() was not called yet.
         self.update_early: Callable[[list[FlatState]], None] | None = None
@@ -133,6 +136,12 @@ class Reductions:
         unit = self._units[index]
         states = unit.trainable_states
         taken = list(map(FlatState.take_gradients, states))
+        # Refused before anything of the unit starts: a collective of another flat would stay in flight.
+        for state, grads in zip(states, taken, strict=True):
+            for spec, grad in zip(state.flat.params, grads, strict=True):
+                if grad is not None and grad.layout != torch.strided:
+                    fix = "set sparse=False on its module"
+                    raise ConfigurationError(f"parameter {spec.name!r} got a sparse gradient: {fix}")
         # Memory is at its peak: large gradients of autograd do not wait for a second slot, and are not held.
         counted = [grad for grads in taken for grad in grads if grad is not None] if self._may_be_late else []
         is_large = sum([grad.nbytes for grad in counted]) > MAX_HELD_BYTES
@@ -223,6 +232,14 @@ class Reductions:
     def wait(self) -> None:
         """Let the computation wait for every update and reduction, then release the memory of reductions."""
         self._update_lane.join()
+        self.updated.clear()
+        self._wait_for_reductions()
+
+    def are_awaited(self) -> bool:
+        """True if the computation has waited for every reduction."""
+        return not self._finished
+
+    def _wait_for_reductions(self) -> None:
         if self._finished:
             self._finish_lane.join()
             self._leave_lane.join()
@@ -331,14 +348,19 @@ class Reductions:
                 "call step() first, and run all micro-batches but the last inside `with sw.accumulate(model):`"
             )
 
-    def updating(self, states: list[FlatState], early: bool) -> Lane:
-        """Return the lane of updates, which now waits for the reductions of `states`, not for others. Unless the update
-        is early, it also waits for all work queued on the compute stream so far, because that may read weights."""
+    @contextmanager
+    def updating(self, states: list[FlatState], early: bool) -> Iterator[None]:
+        """Work inside `with` goes to the lane of updates, which waits for the reductions of `states`, not for others.
+        Unless the update is early, it also waits for all work queued on the compute stream so far, because that may
+        read weights."""
         lane = self._update_lane.after(self._forward_began) if early else self._update_lane.after_compute()
-        return lane.after(*map(self._finished.get, states))
+        with lane.after(*map(self._finished.get, states)):
+            yield
+        self.updated |= dict.fromkeys(states, lane.mark())
 
     def close_step(self) -> None:
-        self.wait()
+        """Let the computation wait for the reductions, not yet for the updates."""
+        self._wait_for_reductions()
         self._awaits_step = False
 
 

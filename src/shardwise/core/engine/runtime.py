@@ -9,7 +9,8 @@ One step, in numbered phases:
     4. after its backward, when that of an earlier unit begins: start the reduction of its gradient, in the schedule's
        order on every rank.
     5. end of the backward: reduce the remaining gradients (parameters without one count as zero).
-    6. the optimizer's step, on masters and final gradients as they arrive; then the next step's first gathers.
+    6. the optimizer's step, on masters and final gradients; then the next step's first gathers, as soon as their units
+       are updated.
 
 `UnitStatus` (schedule/unit_status.py) says where a unit's weights are and who uses them; `Gathers`, `Reductions` and
 `HostJobs` hold what is in flight. The engine does not know the preset.
@@ -43,6 +44,7 @@ from ..wire.collectives import exchange
 from .activation_offload import HostActivations
 from .gathers import Gathers
 from .reductions import Reductions
+from .streams import host_waits_for
 from .updates import HostJobs
 
 Hook = Callable[..., Any]
@@ -91,9 +93,10 @@ class Engine:
         hosted = [unit for unit in schedule.leaves if schedule.units[unit].layout.activations_on == "host"]
         self.activations = HostActivations(units, hosted, mesh.device, host)
         self.reductions = Reductions(schedule, self.statuses, units, mesh, jobs)
+        self.gathers.updated = self.reductions.updated
         # Optimizers and the user's parameters call these.
-        self.await_gradients, self.updating = self.reductions.wait, self.reductions.updating
-        self.await_update_of, self.await_host_of = jobs.await_update_of, self.reductions.await_on_host
+        self.await_gradients, self.has_gradients = self.reductions.wait, self.reductions.are_awaited
+        self.updating = self.reductions.updating
         self.drop_update_of, self.await_last_step_of = jobs.drop, jobs.await_last_step_of
         self.was_updated, self.was_rewritten = self.gathers.was_updated, self.gathers.was_rewritten
         # The flats that are trained, unit by unit, in the order in which their gradients are reduced.
@@ -232,7 +235,7 @@ class Engine:
             if status.plan.backward_reads:
                 self.gathers.make_ready(index, "backward")
             return
-        self._enter_backward(index, self.gathers.show)
+        self._enter_backward(index, computes=True)
 
     def _advance_backward(self, call: ForwardCall | None) -> None:
         """Bring the backward to `call` (None: to its end). Close the forwards whose backward has run, and run the
@@ -257,7 +260,7 @@ class Engine:
                 if not status.num_computing and not self._may_still_reach(status, call):
                     # Take part in the collectives of a unit that this rank does not run; other ranks may run it.
                     if self._is_in_backward[status.index] and not status.plan.holds_units:
-                        self._enter_backward(status.index, self.gathers.arrive)
+                        self._enter_backward(status.index, computes=False)
                     self._end_unit(status)
                 for other in ended:
                     if other.unit == status.index and other in self._opened:
@@ -273,7 +276,7 @@ class Engine:
             other.began < call.ended and other.closed_in != self._num_backwards for other in status.live_forwards()
         )
 
-    def _enter_backward(self, index: int, receive: Callable[[int], None]) -> None:
+    def _enter_backward(self, index: int, computes: bool) -> None:
         """Start the collectives before a unit's backward: the same on a rank that computes it and one that does not."""
         for other in self.schedule.before_backward[index]:
             if not self.statuses[other].is_ready("backward"):
@@ -282,7 +285,7 @@ class Engine:
             self.gathers.read_ahead(index, "backward")
         self.reductions.start_complete(self.is_sync)
         if self.schedule.units[index].backward_reads:
-            receive(index)
+            self.gathers.receive(index, computes)
 
     def _refuse_backward(self, call: ForwardCall) -> None:
         status = self.statuses[call.unit]
@@ -428,7 +431,9 @@ class Engine:
             self._seen_order = None
         for status in self.statuses:
             status.is_lent = False
+        # Each after the update of its unit; then the computation waits for the other updates, too.
         self.gathers.start_first()
+        self.reductions.wait()
 
     def _follow(self, seen: list[int]) -> None:
         """Make a schedule for the order in which the units really ran, if the ranks' orders agree; a rank may have
@@ -465,8 +470,15 @@ class Engine:
         self.abandon_backward()
         self.gathers.settle()
         self.finish_updates()
+        for state in self.all_states:
+            host_waits_for(state.read_on_host)
         for unit in self.units:
             unit.show_user_params()
+
+    def await_host_of(self, state: FlatState) -> None:
+        """Wait until nothing uses this flat's memory on the host: no update, no gather, no gradient on its way."""
+        self.reductions.await_on_host(state)
+        host_waits_for(state.read_on_host)
 
     def finish_updates(self) -> None:
         """Wait for all updates on the host."""

@@ -6,9 +6,12 @@ asks for the same update, the results take the place of the old state. Otherwise
 """
 
 import threading
+from bisect import insort
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from itertools import islice
+from operator import attrgetter
 
 from torch import Tensor
 from torch.profiler import record_function
@@ -24,6 +27,7 @@ from .streams import Mark, PendingHostCopy, has_passed, host_waits_for
 NUM_RECENT = 8
 # The number of host jobs whose state is read ahead, if there is room: with one, a short job would leave the disk idle.
 NUM_AHEAD = 2
+_URGENCY = attrgetter("urgency")
 
 
 @dataclass(slots=True, eq=False)
@@ -38,32 +42,33 @@ class HostJob:
     spare: Spare | None = None  # memory to run ahead, and whether it has the results
     has_results: bool = False
     is_running: bool = False
-    done: threading.Event = field(default_factory=threading.Event)
+    is_done: bool = False
 
     @property
     def is_decided(self) -> bool:
-        return self.is_given and (self.clip is None or self.clip.is_here)
-
-    @property
-    def is_ready(self) -> bool:
-        """True if it can run: for good, or ahead of its factor."""
-        may_run_ahead = self.spare is not None and not self.has_results
-        return has_passed(self.arrived) and (self.is_decided or may_run_ahead)
+        """True if it may change the state: a step asked for it, its factor is known, no gather reads old weights."""
+        is_known = self.is_given and (self.clip is None or self.clip.is_here)
+        return is_known and has_passed(self.update.state.read_on_host)
 
     def wait(self) -> None:
-        if not has_passed(self.arrived) or self.clip is None:
+        """Wait for the next event that it needs."""
+        if not has_passed(self.arrived):
             host_waits_for(self.arrived)
-        else:
+        elif self.clip is not None and not self.clip.is_here:
             self.clip.wait()
+        else:
+            host_waits_for(self.update.state.read_on_host)
 
 
 class HostJobs:
     """Updates on the host. A thread always runs the most urgent job that is ready, and ends when no job is left.
 
     Three things wait for the update of a flat: its next gather, a read of its masters, and its next gradient, which
-    overwrites the last one. If optimizer.step() has not asked for the update yet, the last two drop it instead. Jobs
-    release the GIL while they run, so that the thread which queues work for the device can continue. A failure is
-    stored and raised for every caller that waits for a job or adds one, because the state is only partly updated.
+    overwrites the last one. If optimizer.step() has not asked for the update yet, the last two drop it instead. The
+    update itself waits for earlier gathers: after a forward between backward and step, their copies to the device may
+    still read the old weights. Jobs release the GIL while they run, so that the thread which queues work for the device
+    can continue. A failure is stored and raised for every caller that waits for a job or adds one, because the state is
+    only partly updated.
     """
 
     def __init__(self, units: list[Unit], host: HostMemory) -> None:
@@ -72,7 +77,7 @@ class HostJobs:
         self._jobs: dict[FlatState, HostJob] = {}
         self._ahead: dict[FlatState, HostJob] = {}  # those that no step has asked for yet
         self._changed = threading.Condition()
-        self._waiting: list[HostJob] = []
+        self._waiting: list[HostJob] = []  # the most urgent first
         self._has_thread = False
         self._error: BaseException | None = None
         # Flats that were updated ahead of the clipping factor: "accepted", and "dropped" for any reason.
@@ -150,7 +155,7 @@ class HostJobs:
             # It waits for the lock. If it cannot be started, nobody must wait for its job.
             threading.Thread(target=self._work, name="shardwise host updates", daemon=True).start()
             self._has_thread = True
-        self._waiting.append(job)
+        insort(self._waiting, job, key=_URGENCY)
 
     def _work(self) -> None:
         job: HostJob | None = None
@@ -168,24 +173,30 @@ class HostJobs:
                 with self._changed:
                     self._error = error
                     if job is not None:
-                        job.is_running = False
-                        job.done.set()
+                        job.is_running, job.is_done = False, True
                     self._changed.notify_all()
 
     def _next(self) -> HostJob | None:
         """Take the most urgent job that is ready; if none is, return one to wait for. None ends the thread."""
         if self._error is not None:
             for job in self._waiting:
-                job.done.set()
+                job.is_done = True
             self._waiting.clear()
+            self._changed.notify_all()
         self._has_thread = bool(self._waiting)
         if not self._waiting:
             return None
-        ready = [job for job in self._waiting if job.is_ready]
-        if not ready:
+        chosen: HostJob | None = None
+        for job in self._waiting:
+            if has_passed(job.arrived):
+                if job.is_decided:
+                    chosen = job
+                    break
+                if chosen is None and job.spare is not None and not job.has_results:
+                    chosen = job  # it can run ahead of its factor
+        if chosen is None:
             # Gradients arrive in the reverse order of the forward, and before the factor.
             return max(self._waiting, key=lambda job: (not has_passed(job.arrived), job.is_given, job.urgency))
-        chosen = min(ready, key=lambda job: (not job.is_decided, job.urgency))
         self._waiting.remove(chosen)
         chosen.is_running = True
         return chosen
@@ -208,17 +219,19 @@ class HostJobs:
             job.is_running = False
             if is_decided:
                 self._release(job)
-                job.done.set()
+                job.is_done = True
             else:
                 job.has_results = True
                 if job.is_given:
-                    self._waiting.append(job)
+                    insort(self._waiting, job, key=_URGENCY)
             self._changed.notify_all()
 
     def _read_ahead(self) -> None:
+        if self._host.disk is None:
+            return
         with self._changed:
-            left = sorted(self._waiting, key=lambda job: (not has_passed(job.arrived), job.urgency))
-        for job in left[:NUM_AHEAD]:
+            following = list(islice((job for job in self._waiting if has_passed(job.arrived)), NUM_AHEAD))
+        for job in following:
             job.update.ask()
 
     def raise_failure(self) -> None:
@@ -228,7 +241,7 @@ class HostJobs:
             raise StateError(f"an update on the host failed: {self._error}") from self._error
 
     def is_updated(self, unit: Unit) -> bool:
-        return all(self._jobs[state].done.is_set() for state in unit.trainable_states if state in self._jobs)
+        return not [state for state in unit.trainable_states if state in self._jobs and not self._jobs[state].is_done]
 
     def drop(self, state: FlatState) -> None:
         """Forget an update that optimizer.step() has not asked for."""
@@ -251,13 +264,18 @@ class HostJobs:
     def await_last_step_of(self, state: FlatState) -> None:
         job = self._jobs.pop(state, None)
         if job is not None:
-            job.done.wait()
-            self.raise_failure()
+            self._await(job)
+
+    def _await(self, job: HostJob) -> None:
+        if not job.is_done:
+            with self._changed:
+                self._changed.wait_for(lambda: job.is_done)
+        self.raise_failure()
 
     def finish_all(self) -> None:
         for state in list(self._ahead):
             self.drop(state)
         for job in self._jobs.values():
-            job.done.wait()
+            self._await(job)
         self.raise_failure()
         self._jobs.clear()

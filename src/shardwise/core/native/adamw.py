@@ -9,10 +9,10 @@ operations are used.
 import ctypes
 import math
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -50,8 +50,7 @@ class Adamw8Job(ctypes.Structure):
     )
 
 
-@dataclass(frozen=True, slots=True)
-class AdamSettings:
+class AdamSettings(NamedTuple):
     lr: float
     beta1: float
     beta2: float
@@ -134,7 +133,7 @@ def adamw(update: AdamUpdate, cores: tuple[int, ...]) -> None:
 
 def _job(loaded: ctypes.CDLL, update: AdamUpdate) -> AdamwJob | Adamw8Job:
     settings, out, mean, square = update.settings, update.out, update.exp_avg, update.exp_avg_sq
-    values: dict[str, Any] = asdict(settings) | {
+    values: dict[str, Any] = settings._asdict() | {
         "master": update.master.data_ptr(),
         "grad": update.grad.data_ptr(),
         "grad_dtype": DTYPES[update.grad.dtype],
@@ -219,7 +218,7 @@ def update_with_torch(update: AdamUpdate) -> None:
 
 
 def _update_chunk(update: AdamUpdate, part: slice) -> None:
-    settings = asdict(update.settings)
+    settings = update.settings._asdict()
     step, decoupled = torch.tensor(float(settings.pop("step") - 1)), settings.pop("decoupled")
     adam(
         [update.master[part]],

@@ -12,7 +12,7 @@ import mmap
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent import futures
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -20,6 +20,7 @@ from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 from tempfile import TemporaryFile
+from typing import NoReturn
 
 from torch import Tensor
 
@@ -51,11 +52,12 @@ class Pending:
 
     @property
     def is_done(self) -> bool:
-        return all(part.done() for part in self.parts)
+        return all(map(Future.done, self.parts))
 
     def wait(self) -> None:
-        failures = [part.exception() for part in self.parts]
-        _raise([failure for failure in failures if failure is not None])
+        for failure in [part.exception() for part in self.parts]:  # of all parts: none may run afterwards
+            if failure is not None:
+                _raise(failure)
 
 
 @dataclass(slots=True, eq=False)
@@ -74,10 +76,14 @@ class Region:
 
     def add(self, new: Pending) -> list[Pending]:
         """Register a request. Return the earlier requests that it has to wait for."""
-        self._under_way = [each for each in self._under_way if not each.is_done]
-        touching = [each for each in self._under_way if new.start < each.stop and each.start < new.stop]
+        under_way, self._under_way, earlier = self._under_way, [], []
+        for each in under_way:
+            if not each.is_done:
+                self._under_way.append(each)
+                if new.start < each.stop and each.start < new.stop and (new.is_put or each.is_put):
+                    earlier.append(each)
         self._under_way.append(new)
-        return [each for each in touching if new.is_put or each.is_put]
+        return earlier
 
     def block_around(self, at: int) -> tuple[int, int]:
         start = at // CHECK_BYTES * CHECK_BYTES
@@ -181,7 +187,8 @@ class Disk:
         # This view does not keep the memory alive.
         memory = memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
         with self._lock:
-            _raise(self._failures)
+            if self._failures:
+                _raise(self._failures[0])
             if region.is_new and not is_put and cuts:
                 raise StoreError(f"{region.what} was not written yet: put something there before it is fetched")
             region.is_new = region.is_new and not (is_put and cuts)
@@ -276,10 +283,8 @@ def _end(
     os.close(file)
 
 
-def _raise(failures: Sequence[BaseException]) -> None:
-    """Raise the first failure, if there is one."""
-    if failures:
-        raise StoreError(str(failures[0])) from failures[0]
+def _raise(failure: BaseException) -> NoReturn:
+    raise StoreError(str(failure)) from failure
 
 
 def _blocks(start: int, memory: memoryview) -> slice:

@@ -194,16 +194,15 @@ class HostMemory:
 
     # Parameters of units on disk, which are read into staging memory and copied to the device.
 
-    def ask_staged(self, wanted: Sequence["OffloadedState"]) -> bool:
+    def ask_staged(self, wanted: tuple["OffloadedState", ...]) -> bool:
         """Start to read these flats of a unit. Return False if there is no room for them now."""
-        return self.staging.ask(tuple(wanted), partial(_read_staged, wanted))
+        return self.staging.ask(wanted, partial(_read_staged, wanted))
 
-    def take_staged(self, wanted: Sequence["OffloadedState"]) -> tuple[Tensor, dict["OffloadedState", Tensor]]:
-        """Return memory with a unit's parameters, and each state's part. Give it back once the device has read it."""
-        place = self.staging.take(tuple(wanted), partial(_read_staged, wanted))
-        views = dict(_staged_views(wanted, place))
-        self.moves.add("read", sum(view.nbytes for view in views.values()))
-        return place, views
+    def take_staged(self, wanted: tuple["OffloadedState", ...]) -> Tensor:
+        """Return memory with a unit's parameters (`staged_views`). Give it back once the device has read it."""
+        place = self.staging.take(wanted, partial(_read_staged, wanted))
+        self.moves.add("read", sum([state.flat.staged_bytes for state in wanted]))
+        return place
 
 
 @dataclass(slots=True, eq=False)
@@ -351,7 +350,8 @@ class OffloadedState:
         return self.memory.store.put(self.region, weights, at * weights.element_size())
 
 
-def _staged_views(wanted: Sequence[OffloadedState], place: Tensor) -> Iterator[tuple[OffloadedState, Tensor]]:
+def staged_views(wanted: Sequence[OffloadedState], place: Tensor) -> Iterator[tuple[OffloadedState, Tensor]]:
+    """Yield each state with its part of staging memory."""
     start = 0
     for state in wanted:
         num_bytes = state.flat.num_rest * state.flat.compute.itemsize
@@ -361,7 +361,7 @@ def _staged_views(wanted: Sequence[OffloadedState], place: Tensor) -> Iterator[t
 
 def _read_staged(wanted: Sequence[OffloadedState], place: Tensor) -> list[Pending]:
     reading = []
-    for state, view in _staged_views(wanted, place):
+    for state, view in staged_views(wanted, place):
         if state.region is not None:
             reading.append(state.memory.store.fetch(state.region, view))
             continue

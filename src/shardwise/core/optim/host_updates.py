@@ -23,6 +23,7 @@ from ...base.intervals import Interval, round_up
 from ..native.adamw import FUSED_LANES, AdamSettings, AdamUpdate, Moment8, adamw
 from ..offload.host_memory import MASTER, Moves, Rows, Spare
 from ..unit.state import FlatState, OnDisk
+from .groups import shard_groups
 from .probe import KNOWN_PACKAGES, shadow_of, state_tensor_names
 
 ADAMS = (torch.optim.AdamW, torch.optim.Adam)
@@ -36,7 +37,7 @@ class UpdatedPart:
     index: int
     resting: nn.Parameter
     where: Interval  # in the rows
-    group: dict[str, Any]  # its settings at the time of the step
+    group: int  # of the optimizer
 
 
 class ChunkOfUpdate(NamedTuple):
@@ -50,6 +51,7 @@ class ChunkOfUpdate(NamedTuple):
     factor: float  # of the gradient
 
 
+Settings = dict[str, Any]  # a group of the optimizer at the time of the step
 # Updates a chunk; returns a function that sets the optimizer's state outside the rows.
 ChunkUpdate = Callable[[ChunkOfUpdate], Callable[[], None]]
 
@@ -71,6 +73,11 @@ class HostUpdates:
         self._optimizer = optimizer
         self._row_names = row_names
         self._cores = cores
+        self._is_eight_bit, self._is_adam = is_eight_bit(optimizer), False
+        # By flat, made once for the parameters that the groups hold: their ids, and the group of each part.
+        self._parts: dict[FlatState, list[UpdatedPart]] = {}
+        self._held: list[list[int]] = []
+        self._group_of: dict[Tensor, int] = {}
 
     def refuse_other_rows(self) -> None:
         """Refuse settings with which the optimizer keeps more tensors than when the model was sharded."""
@@ -95,41 +102,67 @@ class HostUpdates:
                         stored[key] = _shown(state, index, key)
                         rows.set_part(key, held, value.reshape(-1))
 
-    def prepare(self, state: FlatState, groups: dict[Tensor, dict[str, Any]]) -> "FlatUpdate":
-        """Make the update of a flat with its current gradients and settings. It changes nothing yet."""
-        held = [
-            UpdatedPart(index, resting, Interval(where.start, where.stop), groups[resting])
-            for index, where in sorted(state.held.items())
-            if state.gradient.used[index] and (resting := state.resting_params[index]) in groups
-        ]
-        assert state.offloaded is not None
+    def settings(self) -> list[Settings]:
+        """The present settings of each group."""
+        groups = self._optimizer.param_groups
+        held = [list(map(id, group["params"])) for group in groups]
+        if held != self._held:
+            self._held, self._parts = held, {}
+            shards = enumerate(shard_groups(self._optimizer))
+            self._group_of = {shard: number for number, group in shards for shard in group}
         is_plain = type(self._optimizer) in ADAMS and not any(
-            group.get("amsgrad") or group.get("differentiable") for group in self._optimizer.param_groups
+            group.get("amsgrad") or group.get("differentiable") for group in groups
         )
-        is_adam = is_eight_bit(self._optimizer) or (is_plain and state.flat.master == FP32)
-        made = FlatUpdate(state, self, len(held) < len(state.held), state.offloaded.memory.moves)
-        made.facts = [state.master._version, *(self._facts_about(each) for each in held)]
+        self._is_adam = self._is_eight_bit or is_plain
+        # A scheduler may change a tensor in place before the update runs.
+        return [
+            {
+                key: value.clone() if isinstance(value, Tensor) else value
+                for key, value in group.items()
+                if key != "params"
+            }
+            for group in groups
+        ]
+
+    def _parts_of(self, state: FlatState) -> list[UpdatedPart]:
+        if state not in self._parts:
+            self._parts[state] = [
+                UpdatedPart(index, resting, Interval(where.start, where.stop), self._group_of[resting])
+                for index, where in sorted(state.held.items())
+                if (resting := state.resting_params[index]) in self._group_of
+            ]
+        return self._parts[state]
+
+    def prepare(self, state: FlatState, settings: list[Settings]) -> "FlatUpdate":
+        """Make the update of a flat with its current gradients and these `settings`. It changes nothing yet."""
+        held = [part for part in self._parts_of(state) if state.gradient.used[part.index]]
+        assert state.offloaded is not None
+        is_adam = self._is_adam and (self._is_eight_bit or state.flat.master == FP32)
+        memory = state.offloaded.memory
+        made = FlatUpdate(state, self, len(held) < len(state.held), memory.moves)
         if held:
-            (self._one_pass if is_adam else self._its_own)(made, held)
+            (self._one_pass if is_adam else self._its_own)(made, held, settings)
+        if memory.spare_bytes and state.flat.may_update_ahead:
+            made.facts = [state.master._version, *(self._facts_about(each, settings[each.group]) for each in held)]
         return made
 
-    def _facts_about(self, each: UpdatedPart) -> list[Any]:
+    def _facts_about(self, each: UpdatedPart, group: Settings) -> list[Any]:
         """Everything that the update of a parameter reads besides rows and gradients. Tensors of the state count as
         changed if an operation has written to them."""
-        settings = [value.tolist() if isinstance(value, Tensor) else value for value in each.group.values()]
+        settings = [value.tolist() if isinstance(value, Tensor) else value for value in group.values()]
         stored = self._optimizer.state.get(each.resting, {}).items()
         marks = [(key, value._version if isinstance(value, Tensor) else value) for key, value in stored]
         return [each.index, settings, marks]
 
-    def _one_pass(self, made: "FlatUpdate", held: list[UpdatedPart]) -> None:
+    def _one_pass(self, made: "FlatUpdate", held: list[UpdatedPart], groups: list[Settings]) -> None:
         """AdamW and Adam. Moments of 8 bits are in the state of torchao's optimizers, others in the rows."""
         optimizer: Any = self._optimizer
-        in_rows, decoupled = not is_eight_bit(optimizer), type(optimizer).__name__.startswith("AdamW")
+        in_rows, decoupled = not self._is_eight_bit, type(optimizer).__name__.startswith("AdamW")
         # Neighbouring parameters with equal settings are updated together; the padding between them stays zero.
         runs: list[tuple[Interval, AdamSettings, nn.Parameter]] = []
         last: UpdatedPart | None = None
         for each in held:
-            group, step = each.group, int(optimizer.state.get(each.resting, {}).get("step", 0)) + 1
+            group, step = groups[each.group], int(optimizer.state.get(each.resting, {}).get("step", 0)) + 1
             numbers = (group["lr"], *group["betas"], group["eps"], group["weight_decay"])
             lr, beta1, beta2, eps, decay = map(float, numbers)
             flags = (decoupled, bool(group.get("maximize")), bool(group.get("fused")))
@@ -169,9 +202,9 @@ class HostUpdates:
 
         made.begin, made.update = begin, update
         if in_rows:
-            made.copied_ahead = _gaps([where for where, _, _ in runs], made.state.flat.num_master)
+            made.written_ahead = [where for where, _, _ in runs]
 
-    def _its_own(self, made: "FlatUpdate", held: list[UpdatedPart]) -> None:
+    def _its_own(self, made: "FlatUpdate", held: list[UpdatedPart], groups: list[Settings]) -> None:
         """Any other optimizer of torch: its own code, on a copy of it that holds views of the rows as parameters."""
         state = made.state
         # Taken now: the first chunk of a first update adds names that the other chunks do not have yet.
@@ -195,7 +228,7 @@ class HostUpdates:
                     key: rows[key][cut].view(shape) if key in self._row_names else deepcopy(value)
                     for key, value in before[each.resting].items()
                 }
-                shadow.param_groups.append({**each.group, "params": [param]})
+                shadow.param_groups.append({**groups[each.group], "params": [param]})
                 each_of[param] = (each, cut)
             type(self._optimizer).step(shadow)
             in_rows: list[tuple[UpdatedPart, str]] = []
@@ -222,7 +255,7 @@ class HostUpdates:
             return finish
 
         made.update = update
-        made.copied_ahead = [slice(0, state.flat.num_master)]
+        made.written_ahead = []
 
     def swap(self, state: FlatState, spare: Spare) -> None:
         """Let the rows of a flat change places with `spare`. The optimizer's state keeps its tensors, which show the
@@ -250,8 +283,8 @@ def _gaps(runs: Sequence[Interval], stop: int) -> list[slice]:
 class FlatUpdate:
     """One flat's update, to be run when its gradient is on the host. It may leave out some of the flat's parameters.
 
-    `facts` are equal for equal updates of equal state. `begin` is called when the step is taken. `copied_ahead`: the
-    elements that must be copied to spare memory before an update into it; None if it cannot run ahead of the step.
+    `facts` are equal for equal updates of equal state. `begin` is called when the step is taken. `written_ahead`: the
+    elements that an update into spare memory sets there; the others must be copied before. None if it cannot run ahead.
     """
 
     state: FlatState
@@ -261,7 +294,7 @@ class FlatUpdate:
     facts: list[Any] = field(default_factory=list)
     begin: Callable[[], None] = _nothing
     update: ChunkUpdate | None = None
-    copied_ahead: list[slice] | None = None
+    written_ahead: list[Interval] | None = None
     finish: Callable[[], None] = _nothing
 
     def ask(self) -> None:
@@ -303,7 +336,7 @@ class FlatUpdate:
 
     @property
     def may_run_ahead(self) -> bool:
-        return self.copied_ahead is not None and self.state.flat.may_update_ahead and self.state.may_swap
+        return self.written_ahead is not None and self.state.flat.may_update_ahead and self.state.may_swap
 
     def run_ahead(self, spare: Spare) -> None:
         """Update into `spare`, with the gradient as it is. Nothing else changes."""
@@ -311,7 +344,7 @@ class FlatUpdate:
         assert state.offloaded is not None
         assert update is not None
         updated = state.offloaded.updated
-        for part in self.copied_ahead or ():
+        for part in _gaps(self.written_ahead or [], state.flat.num_master):
             for name, row in rows.tensors.items():
                 spare.rows[name][part].copy_(row[part])
             if updated is not None and spare.updated is not None:

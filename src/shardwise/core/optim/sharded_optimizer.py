@@ -34,6 +34,7 @@ class Stepper(Protocol):
     def begin_step(self) -> None: ...
     def finish_gradients(self, states: Container[FlatState]) -> None: ...
     def await_gradients(self) -> None: ...
+    def has_gradients(self) -> bool: ...
     @property
     def runs_ahead(self) -> bool: ...
     def update_ahead(self, updates: Iterable[FlatUpdate]) -> None: ...
@@ -241,11 +242,16 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return None
 
     def _update(self) -> None:
-        """Update parts in the order in which their gradients arrive, then start the updates on the host."""
+        """Update parts in the order in which their gradients arrive, then start the updates on the host.
+
+        If all gradients are there (they were clipped), the order is that of the next forward, because a unit's gather
+        starts as soon as the unit is updated.
+        """
         if self._updated and self._settings_when_early != plain_settings(self.inner):
             what = "the optimizer's settings (a learning rate?) were changed between backward() and step()"
             raise _early_error(what, "change them after step()")
-        for part in self._current_parts():
+        parts = self._current_parts()
+        for part in reversed(parts) if self._stepper.has_gradients() else parts:
             if not self._updated.issuperset(part.states):
                 self._update_part(part, early=False)
         if not self._is_at_once:
@@ -262,23 +268,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for state in ready:
             # The last step's update may still run, if nothing has read its weights since.
             self._stepper.await_last_step_of(state)
-        settings = self._settings()
+        settings = self._host.settings()
         updates = [self._host.prepare(state, settings) for state in ready]
         for update in updates:
             update.begin()
         self._stepper.update_on_host(updates)
         self._updated.update(ready)
         self._awaits_norm = self._skips or any(state.gradient.clipped_by is not None for state in ready)
-
-    def _settings(self) -> dict[Tensor, dict[str, Any]]:
-        """The present settings for every part of a parameter."""
-        found: dict[Tensor, dict[str, Any]] = {}
-        for group, shards in zip(self.inner.param_groups, shard_groups(self.inner), strict=True):
-            # A scheduler may change a tensor in place before the update runs.
-            now = {key: value.clone() if isinstance(value, Tensor) else value for key, value in group.items()}
-            del now["params"]
-            found |= dict.fromkeys(shards, now)
-        return found
 
     def update_ahead(self, states: list[FlatState]) -> None:
         """Called during the backward when the gradients of `states` are final; lets the host compute the updates that a
@@ -289,7 +285,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         own = [state for state in states if state in self._own and state.flat.may_update_ahead]
         ready = [state for state in own if state.gradient.stage == "final" and all(state.gradient.used)]
         if ready:
-            settings = self._settings()
+            settings = self._host.settings()
             self._stepper.update_ahead([self._host.prepare(state, settings) for state in ready])
 
     @property
@@ -455,5 +451,5 @@ class ShardedOptimizer(torch.optim.Optimizer):
     @staticmethod
     def _take_back_gradients(states: list[FlatState]) -> None:
         for state in states:
-            for param in state.resting_params:
+            for param in state.resting_params if state.flat.master_on != "disk" else ():
                 param.grad = None

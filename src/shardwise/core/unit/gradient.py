@@ -19,7 +19,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ...base.errors import ConfigurationError, StateError
+from ...base.errors import StateError
 from ...base.intervals import cuts
 from ..schedule.flat import Flat
 from ..schedule.step_schedule import NORM_ELEMS
@@ -203,9 +203,6 @@ class Gradient:
                 if not self.written[index]:
                     empty.append(place)
                 continue
-            if grad.layout != torch.strided:
-                name = self.flat.params[index].name
-                raise ConfigurationError(f"parameter {name!r} got a sparse gradient: set sparse=False on its module")
             self.used[index] = True
             targets, sources = added if self.written[index] else copied
             targets.append(place)

@@ -109,6 +109,8 @@ class FlatState:
             is_on_disk = isinstance(self.master, OnDisk)
             part = OnDisk.like(shape, flat.master.torch) if is_on_disk else self.master[held].view(shape)
             self.resting_params.append(nn.Parameter(part, requires_grad=flat.trainable))
+        # The point after which no gather reads this flat's memory on the host. Before it, nothing may be written there.
+        self.read_on_host: Any = None
         # Tensors in the user's hands that share memory with the master.
         self._lent: list[weakref.ref[Tensor]] = []
         # True after the user has read the optimizer's state: views of its tensors must stay valid.

@@ -31,7 +31,7 @@ class Lender(Protocol):
     @property
     def is_computing(self) -> bool: ...
     def lend(self, state: FlatState, index: int) -> nn.Parameter: ...
-    def await_update_of(self, state: FlatState) -> None: ...
+    def await_host_of(self, state: FlatState) -> None: ...
     def was_rewritten(self) -> None: ...
 
 
@@ -142,6 +142,8 @@ def _run_in_parts(func: Any, args: Any, kwargs: Any, place: Place) -> Any:
         if isinstance(value, ShardTensor):
             if value.place.cut != beside.cut:
                 refuse(value.place.name, f"is cut otherwise than {beside.name!r}: shard both models alike")
+            if value.is_master and value.place.lender is not None:
+                value.place.lender.await_host_of(value.place.state)  # the part may be from before the last step
             return value.as_subclass(Tensor)
         if isinstance(value, Tensor) and value.ndim:
             if value.shape != beside.shape:
@@ -304,7 +306,7 @@ def _stand_in(param: Any, wants_grad: bool, what: str) -> Tensor:
     if isinstance(place.state.master, OnDisk):
         refuse(place.name, place.location_text)
     if lender is not None:
-        lender.await_update_of(place.state)
+        lender.await_host_of(place.state)
     return _as_part(place.resting.detach().view(-1), place, is_master=True)
 
 

@@ -1,7 +1,7 @@
 """The host update is torch's, bit for bit."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 import pytest
@@ -96,12 +96,12 @@ def gradients(num_elems: int) -> Tensor:
 @pytest.mark.parametrize("weight_decay", [0.0, 0.1])
 @pytest.mark.parametrize("decoupled", [True, False])
 def test_equals_torch_bit_for_bit(num_elems: int, fused: bool, weight_decay: float, decoupled: bool) -> None:
-    given = replace(FIRST, fused=fused, weight_decay=weight_decay, decoupled=decoupled)
+    given = FIRST._replace(fused=fused, weight_decay=weight_decay, decoupled=decoupled)
     ours = State.of(num_elems)
     peer = Torch(ours, given)
     for step in range(1, 31 if num_elems < 10_000 else 4):
         grad = gradients(num_elems)
-        ours.update(grad, replace(given, step=step))
+        ours.update(grad, given._replace(step=step))
         ours.assert_same(peer.step(grad))
 
 
@@ -109,7 +109,7 @@ def test_equals_torch_bit_for_bit(num_elems: int, fused: bool, weight_decay: flo
 def test_equals_torch_on_several_threads(fused: bool) -> None:
     """Where torch cuts an array for its threads shows in no bit."""
     torch.set_num_threads(3)
-    given = replace(FIRST, fused=fused)
+    given = FIRST._replace(fused=fused)
     ours = State.of(400_009)
     peer, grad = Torch(ours, given), gradients(400_009)
     ours.update(grad, given)
@@ -139,7 +139,7 @@ def test_equals_torch_whatever_the_settings(seed: int, num_elems: int, given_set
     peer = Torch(ours, given_settings)
     for step in range(1, 4):
         grad = gradients(num_elems)
-        ours.update(grad, replace(given_settings, step=step))
+        ours.update(grad, given_settings._replace(step=step))
         ours.assert_same(peer.step(grad))
 
 
@@ -170,7 +170,7 @@ def test_dtypes_in_and_out(grad_dtype: torch.dtype, out_dtype: torch.dtype | Non
     out = None if out_dtype is None else torch.empty(num_elems, dtype=out_dtype)
     for step in range(1, 4):
         grad = gradients(num_elems).to(grad_dtype)
-        ours.update(grad, replace(FIRST, step=step), out, scale=0.37)
+        ours.update(grad, FIRST._replace(step=step), out, scale=0.37)
         ours.assert_same(peer.step((grad * 0.37).float()))
     if out is not None:
         assert bits(out).equal(bits(ours.master.to(out.dtype)))
@@ -181,7 +181,7 @@ def test_dtypes_in_and_out(grad_dtype: torch.dtype, out_dtype: torch.dtype | Non
 @pytest.mark.parametrize("run", [partial(adamw, cores=CORES), update_with_torch])
 def test_into_other_memory(fused: bool, begin: int, run: Callable[[AdamUpdate], None]) -> None:
     """The results are those of an update in place, to the bit, and the old state stays."""
-    end, settings_ = begin + 200_003, replace(FIRST, fused=fused)
+    end, settings_ = begin + 200_003, FIRST._replace(fused=fused)
     state, grad = State.of(end), gradients(end).bfloat16()
     state.exp_avg, state.exp_avg_sq = torch.randn(end), torch.rand(end)
     rows = [row[begin:] for row in (state.master, state.exp_avg, state.exp_avg_sq)]
@@ -201,7 +201,7 @@ def test_weights_are_rounded_to_nearest_even(dtype: torch.dtype) -> None:
     special = torch.tensor([float("inf"), float("-inf"), float("nan")])
     master = torch.cat([halves, special, torch.randn(150_000) * torch.randn(150_000).mul(8).exp()])
     state, out = State(master, *(torch.zeros_like(master) for _ in range(2))), torch.empty(master.numel(), dtype=dtype)
-    state.update(torch.zeros_like(master), replace(FIRST, weight_decay=0.0), out)
+    state.update(torch.zeros_like(master), FIRST._replace(weight_decay=0.0), out)
     expected = state.master.to(dtype)
     assert out.isnan().equal(expected.isnan())
     is_number = ~expected.isnan()
@@ -240,12 +240,12 @@ def test_overflow_stays_visible() -> None:
 @pytest.mark.parametrize("fused", [False, True])
 def test_torch_operations_do_the_same_where_there_is_no_compiler(fused: bool) -> None:
     num_elems = (1 << 20) + 77
-    given = replace(FIRST, fused=fused, maximize=True)
+    given = FIRST._replace(fused=fused, maximize=True)
     ours, out = State.of(num_elems), torch.empty(num_elems, dtype=torch.bfloat16)
     other, other_out = ours.clone(), torch.empty(num_elems, dtype=torch.bfloat16)
     for step in (1, 2):
         grad = gradients(num_elems).bfloat16()
-        now = replace(given, step=step)
+        now = given._replace(step=step)
         ours.update(grad, now, out, scale=0.5)
         update_with_torch(AdamUpdate(other.master, other.exp_avg, other.exp_avg_sq, grad, other_out, now, 0.5))
     ours.assert_same(other)

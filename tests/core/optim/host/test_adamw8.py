@@ -1,6 +1,6 @@
 """8-bit states are torchao's, code for code."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -68,7 +68,7 @@ def gradients(num_elems: int) -> Tensor:
 def test_equals_torchao_bit_for_bit(decoupled: bool, beta1: float) -> None:
     optim = pytest.importorskip("torchao.optim")
     num_elems = 256 * 97
-    given = replace(FIRST, decoupled=decoupled, beta1=beta1)
+    given = FIRST._replace(decoupled=decoupled, beta1=beta1)
     ours = State8.of(num_elems)
     param = torch.nn.Parameter(ours.master.clone())
     kind = optim.AdamW8bit if decoupled else optim.Adam8bit
@@ -76,7 +76,7 @@ def test_equals_torchao_bit_for_bit(decoupled: bool, beta1: float) -> None:
     for step in range(1, 30):
         param.grad = gradients(num_elems)
         optimizer.step()
-        ours.update(param.grad, replace(given, step=step))
+        ours.update(param.grad, given._replace(step=step))
         mean, square = (optimizer.state[param][name] for name in ("exp_avg", "exp_avg_sq"))
         ours.assert_same(State8(param.detach(), mean.codes, mean.scale, square.codes, square.scale))
 
@@ -85,7 +85,7 @@ def test_codes_are_torchaos_for_every_float_around_every_boundary() -> None:
     """With a first step of beta 0 the new moment is the gradient: its codes are what torchao's quantiser gives."""
     quant_utils = pytest.importorskip("torchao.optim.quant_utils")
     signed, unsigned = maps()
-    given = replace(FIRST, beta1=0.0, beta2=0.0, weight_decay=0.0)
+    given = FIRST._replace(beta1=0.0, beta2=0.0, weight_decay=0.0)
     for lookup, root in ((signed, 1.0), (unsigned, 0.5)):
         boundaries = (lookup[1:] + lookup[:-1]) / 2
         bits = boundaries.view(torch.int32)[:, None] + torch.arange(-3, 4, dtype=torch.int32)
@@ -105,12 +105,12 @@ def test_codes_are_torchaos_for_every_float_around_every_boundary() -> None:
 @pytest.mark.parametrize("num_elems", [1, 255, 256, 1000, 256 * 700 + 13])
 @pytest.mark.parametrize("decoupled", [True, False])
 def test_torch_operations_make_the_same_codes(num_elems: int, decoupled: bool) -> None:
-    given = replace(FIRST, decoupled=decoupled, maximize=True)
+    given = FIRST._replace(decoupled=decoupled, maximize=True)
     ours, out = State8.of(num_elems), torch.empty(num_elems, dtype=torch.bfloat16)
     other = ours.clone()
     for step in range(1, 8):
         grad = gradients(num_elems).bfloat16()
-        now = replace(given, step=step)
+        now = given._replace(step=step)
         ours.update(grad, now, out, scale=0.25)
         update_with_torch(AdamUpdate(other.master, *other.moments(*maps()), grad, None, now, 0.25))
         # torch's square root may round otherwise; Adam's decay lets the weights into the moments.
