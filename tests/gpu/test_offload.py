@@ -188,6 +188,35 @@ def test_updates_before_the_norm_change_no_bit(run_ranks: Pool, strategy: str, w
     assert all(torch.equal(weights[name], others[name]) for name in weights)
 
 
+def train_and_look(strategy: str, looks: bool) -> tuple[list[float], dict[str, Tensor]]:
+    """Train without clipping. `looks`: evaluate between backward and step, behind a device that is busy."""
+    sw.init(device="cuda:0")
+    model, optimizer = built(strategy, "bf16")
+    losses, values = [], []
+    for step in range(NUM_STEPS):
+        loss = model(*batch(step))
+        loss.backward()
+        if looks:
+            torch.cuda.synchronize()  # the host could update now
+            with torch.no_grad():
+                before = model(*batch(step))
+                torch.cuda._sleep(50_000_000)
+                values.append((before, model(*batch(step))))
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    assert all(float(before) == float(again) for before, again in values)
+    return losses, sw.full_state_dict(model)
+
+
+@pytest.mark.parametrize("strategy", ["zero2_offload", "zero3_offload", "zero3+optimizer=host"])
+def test_an_update_waits_for_copies_of_old_weights(run_ranks: Pool, strategy: str) -> None:
+    ((losses, weights),) = run_ranks(1, train_and_look, strategy, False)
+    ((seen, seen_weights),) = run_ranks(1, train_and_look, strategy, True)
+    assert seen == losses
+    assert all(torch.equal(seen_weights[name], weight) for name, weight in weights.items())
+
+
 def held_on_device(strategy: str) -> tuple[Any, int, int]:
     """After three steps: bytes by class, the allocator's, and bytes of an earlier job and of roundings at most."""
     sw.init(device="cuda:0")
