@@ -1,7 +1,7 @@
 """Training a Llama on one GPU: the trainer of shardwise compared with Hugging Face's, each in its own process.
 
     python -m benchmarks.fine_tuning --out benchmarks/results
-    python -m benchmarks.fine_tuning --cases 1b --contenders shardwise+compile,shardwise+compile+chunk-1g --profile
+    python -m benchmarks.fine_tuning --cases 1b --contenders shardwise+compile,shardwise+compile+small-chunks --profile
     python -m benchmarks.fine_tuning --smoke
 
 Weights and tokens are random, and nothing is downloaded. Both trainers get the same configuration of transformers,
@@ -33,6 +33,7 @@ import numpy as np
 import torch
 
 from shardwise.bench.pages import machine
+from shardwise.trainer.loss import Chunks
 
 from .pages import benchmark_page, show, spread, table
 
@@ -243,13 +244,6 @@ def train_theirs(case: Case, words: list[str], options: Options) -> dict[str, An
     return clock.measured(case, float(trainer.train().training_loss))
 
 
-def set_chunks(num_bytes: int) -> dict[str, Any]:
-    from shardwise.trainer import loss
-
-    loss.CHUNK_LOGITS_BYTES = num_bytes
-    return {}
-
-
 def prefer_attention(*names: str) -> dict[str, Any]:
     """Choose the attention kernels for the rest of the process, the first of `names` first."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -266,40 +260,11 @@ def set_inductor(**options: Any) -> dict[str, Any]:
     return {}
 
 
-def fuse_loss() -> dict[str, Any]:
-    """Compile the softmax of the chunked loss and the gradient of its logits: fewer passes over each chunk."""
-    from shardwise.trainer import loss
-    from shardwise.trainer.models import headloss
+def keep_loss() -> dict[str, Any]:
+    """Do not compile the softmax of the chunked loss."""
+    from shardwise.trainer import run
 
-    @torch.compile(dynamic=False)
-    def slopes_of(logits: Any, wanted: Any, dtype: torch.dtype) -> tuple[Any, Any]:
-        total = torch.logsumexp(logits, 1, keepdim=True)
-        is_wanted = torch.arange(logits.shape[1], device=logits.device)[None] == wanted
-        chosen = torch.where(is_wanted, logits - total, 0.0).sum(1, keepdim=True)
-        return chosen, ((logits - total).exp() - is_wanted.to(logits.dtype)).to(dtype)
-
-    def sums(
-        hidden: Any, weight: Any, targets: Any, chunk: int, ignored: int, needs_hidden: bool, needs_weight: bool
-    ) -> tuple[Any, Any, Any]:
-        if hidden.device.type != "cuda":
-            hidden, weight = hidden.float(), weight.float()
-        total = hidden.new_zeros((), dtype=torch.float32)
-        grad_hidden = torch.empty_like(hidden, dtype=torch.float32) if needs_hidden else None
-        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if needs_weight else None
-        for start in range(0, hidden.shape[0], chunk):
-            rows = slice(start, start + chunk)
-            states, is_ignored = hidden[rows], (targets[rows] == ignored)[:, None]
-            wanted = targets[rows, None].masked_fill(is_ignored, 0)
-            chosen, slopes = slopes_of(loss._product(states, weight.t(), torch.float32), wanted, hidden.dtype)
-            total -= chosen.masked_fill(is_ignored, 0).sum()
-            if grad_hidden is not None:
-                grad_hidden[rows] = loss._product(slopes, weight, torch.float32).masked_fill_(is_ignored, 0)
-            if grad_weight is not None:
-                loss._add_product(grad_weight, slopes.t(), states.masked_fill(is_ignored, 0))
-        return total, grad_hidden, grad_weight
-
-    loss._sums = sums
-    headloss.chunked_cross_entropy = loss.chunked_cross_entropy.__wrapped__  # type: ignore[attr-defined]
+    run.Chunks = lambda size, _: Chunks(size)  # type: ignore[assignment, misc]
     return {}
 
 
@@ -330,11 +295,11 @@ CHANGES: dict[str, Callable[[Case], dict[str, Any]]] = {
     "in-tree": use_in_tree,
     "plain-parts": lambda _: keep_parts(),
     "search": lambda _: search_documents(),
-    "chunk-128m": lambda _: set_chunks(2**27),
-    "chunk-512m": lambda _: set_chunks(2**29),
-    "chunk-1g": lambda _: set_chunks(2**30),
-    "chunk-2g": lambda _: set_chunks(2**31),
-    "fused-loss": lambda _: fuse_loss(),
+    "small-chunks": lambda _: {"loss_chunk": "small"},
+    "large-chunks": lambda _: {"loss_chunk": "large"},
+    "plain-loss": lambda _: keep_loss(),
+    "selective": lambda _: {"gradient_checkpointing": "selective"},
+    "saved": lambda _: {"gradient_checkpointing": "none"},
     "cudnn": lambda _: prefer_attention("CUDNN_ATTENTION", "FLASH_ATTENTION", "MATH"),
     "flash": lambda _: prefer_attention("FLASH_ATTENTION", "MATH"),
     "max-autotune": lambda _: set_inductor(max_autotune=True),

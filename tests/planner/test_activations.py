@@ -9,9 +9,7 @@ import pytest
 from shardwise.bench.measure import count_calls
 from shardwise.planner.shapes.shape import ModelShape, units_of
 from shardwise.planner.training import Lora, Loss, Training
-from shardwise.planner.work import activations
 from shardwise.planner.work.activations import LOSS, works_of
-from shardwise.trainer import loss as chunked_loss
 
 LLAMA_3 = ModelShape(
     name="8b", layers=32, hidden=4096, heads=32, kv_heads=8, head_dim=128, ffn=14336, vocab=128256, code="in-tree"
@@ -47,12 +45,12 @@ def test_every_unit_has_its_work_and_nothing_else_does(shape: ModelShape, lora: 
     assert list(works.values())[-1].kind == "loss"
 
 
-def test_the_chunks_are_those_of_the_trainers_loss() -> None:
-    assert activations.CHUNK_LOGITS_BYTES == chunked_loss.CHUNK_LOGITS_BYTES
-    assert activations.CHUNK_MULTIPLE == chunked_loss.CHUNK_MULTIPLE
-    for vocab in (257, 32000, 128256, 10**9):
-        head = activations.Head(512, vocab, "chunked")
-        assert head.tokens_per_chunk(1 << 20) == chunked_loss.tokens_per_chunk(vocab)
+def test_large_chunks_need_more_memory_and_move_less() -> None:
+    """Three tensors of 2048 instead of 512 tokens, in 4, 4 and 2 bytes; the gradient of the head's weight in fp32."""
+    asked = Training(micro_batch=2, seq=4096, compile=True)
+    small, large = (works_of(LLAMA_3, replace(asked, loss_chunk=chunk))["head"] for chunk in ("small", "large"))
+    assert large.forward_peak_bytes - small.forward_peak_bytes == pytest.approx(10 * 1536 * 128256, rel=0.05)
+    assert [sum(product.count for product in each.products) for each in (small, large)] == [16, 4]
 
 
 def test_full_checkpointing_saves_the_input_alone() -> None:

@@ -8,7 +8,7 @@ import pytest
 from shardwise.base.files import ALIGNMENT
 from shardwise.core.layout import OFFLOADS, PRESETS
 from shardwise.core.schedule.state_bytes import resting_grads, saved_error_bytes, state_bytes
-from shardwise.core.schedule.step_schedule import NORM_ELEMS, NUM_LATE, NUM_ROW_SLOTS, aligned
+from shardwise.core.schedule.step_schedule import NUM_LATE, NUM_ROW_SLOTS, aligned
 from shardwise.planner.assess import Assessment
 from shardwise.planner.cost.peak import CLASSES, WORKSPACE_BYTES
 from shardwise.planner.training import Lora
@@ -147,10 +147,9 @@ def test_a_part_of_the_optimizer_stays(part: float) -> None:
 def test_gradients_for_the_host_have_no_place_beside_a_slot() -> None:
     found = assessed("zero3_offload", shape=MANY)
     assert [instant.by_class()["grads"] for instant in found.memory.instants[-2:]] == [0, 0]
-    longest = max(flat.num_master for flat in found.schedule.trainable_flats)
     made = max(work.grad_bytes for work in found.works.values())
-    # What autograd makes of two units, and the norm in 64 bits, in pieces.
-    assert at_most(found, "grads") <= 2 * made + 8 * min(longest, NORM_ELEMS)
+    # What autograd makes of two units.
+    assert at_most(found, "grads") <= 2 * made
     assert at_most(assessed("zero3", shape=MANY), "grads") > at_most(found, "grads")
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from shardwise.api.sharding import chosen_plan
 from shardwise.base.errors import ConfigurationError
 from shardwise.core import mesh
 from shardwise.core.layout import layouts_for
@@ -17,15 +18,17 @@ from shardwise.planner.assess import Assessor
 from shardwise.planner.planning import machine_of
 from shardwise.planner.training import Training
 from shardwise.planner.work.work import Work
-from shardwise.trainer import compilation
+from shardwise.trainer import compilation, run_plan
 from shardwise.trainer.checks import check_all, completed
 from shardwise.trainer.compilation import COMPILE_S, Compilation, Gain, decide, gain_of, known_blocks
 from shardwise.trainer.models.build import build
+from shardwise.trainer.models.headloss import LossPath
 from shardwise.trainer.optimizers import optimizer_for
 from shardwise.trainer.out_of_memory import FailureContext
 from shardwise.trainer.run import run_rank, set_up
 from shardwise.trainer.run_folder import choose
-from shardwise.trainer.run_plan import Draft, draft
+from shardwise.trainer.run_plan import Draft, _with_best_chunk, draft
+from shardwise.trainer.run_state import Run
 from shardwise.trainer.settings import Lora, Settings
 from tests.harness import Pool
 from tests.support.running import settings_for, train
@@ -53,7 +56,7 @@ def test_compilation_pays_if_it_saves_more_than_it_takes() -> None:
 
 def test_the_decision_says_why() -> None:
     assert str(decide(Gain(1.0, 0.875), 6720)) == "on, saves about 14 min of 1 h 52 min"
-    assert str(decide(Gain(1.0, 0.875), 20)) == "off, the run is 20 steps: it would take about 30 s and save 2 s"
+    assert str(decide(Gain(1.0, 0.875), 20)) == "off, the run is 20 steps: it would take about 15 s and save 2 s"
     assert str(decide("triton is not installed", 20)) == "off, triton is not installed"
     assert str(Compilation(True)) == "on"
 
@@ -96,6 +99,26 @@ def test_compiled_blocks_are_planned_as_measured_on_an_h200(
         assert planned == pytest.approx(measured_gb, rel=0.02)
     else:
         assert planned > 45
+
+
+def test_large_chunks_are_taken_where_they_are_free_or_pay(tmp_path: Path) -> None:
+    """Free: the peak is in the backward. They pay if each chunk adds to the gradient of a large weight."""
+    trained = drafted(tmp_path, "1b", 1, compile="on", per_device_train_batch_size=2, gradient_accumulation_steps=4)
+    lora = drafted(
+        tmp_path, "8b", 1, compile="on", per_device_train_batch_size=2, lora=Lora(r=16, targets=LINEAR)
+    )  # fmt: skip
+    for found, free_gb, expected in ((trained, 141, "large"), (trained, 30, "small"), (lora, 141, "small")):
+        assess = Assessor(found.subject, replace(machine_of("1xH200"), free_bytes=free_gb * 10**9))
+        entry = assess("ddp", layouts_for("ddp", assess.unit_names), found.training)
+        chosen = _with_best_chunk(entry, assess)
+        assert chosen.training.loss_chunk == expected
+        assert chosen.memory.peak.total <= entry.memory.peak.total + 2.1e9
+
+
+def test_large_chunks_are_refused_where_there_are_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_plan, "path_of", lambda _: LossPath("plain", isolates=True))
+    with pytest.raises(ConfigurationError, match="loss_chunk large"):
+        drafted(tmp_path, "1b", 1, loss_chunk="large")
 
 
 def peak_gb(found: Draft) -> float:
@@ -150,11 +173,21 @@ def test_a_model_without_blocks_cannot_be_compiled(tmp_path: Path) -> None:
         run_rank_raising(settings)
 
 
-def run_rank_raising(settings: Settings) -> None:
+def test_auto_chooses_a_strategy_for_compiled_blocks(tmp_path: Path) -> None:
+    run = run_rank_raising(settings_for(tmp_path, compile="on", precision="bf16"))
+    chosen = chosen_plan(run.model)
+    assert chosen is not None
+    assert chosen.recommended is not None
+    assert chosen.training.compile
+    assert run.planned.entry.training.compile
+    assert chosen.recommended.works == run.planned.entry.works
+
+
+def run_rank_raising(settings: Settings) -> Run:
     was_joined = mesh.is_joined()
     try:
         mesh.init(device="cpu")
-        set_up(completed(settings, has_gpu=False), FailureContext())
+        return set_up(completed(settings, has_gpu=False), FailureContext())
     finally:
         if not was_joined:
             mesh.leave()

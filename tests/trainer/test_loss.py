@@ -11,8 +11,9 @@ from torch.utils._pytree import tree_leaves
 
 import shardwise as sw
 from shardwise.base.errors import ConfigurationError
+from shardwise.planner.training import CHUNK_LOGITS_BYTES, tokens_per_chunk
 from shardwise.trainer import loss as loss_module
-from shardwise.trainer.loss import CHUNK_LOGITS_BYTES, chunked_cross_entropy, tokens_per_chunk
+from shardwise.trainer.loss import Chunks, chunked_cross_entropy
 from shardwise.trainer.model import Head, Transformer
 from shardwise.trainer.shapes import TransformerShape
 from tests.harness import Pool
@@ -192,8 +193,23 @@ def test_one_gradient_of_each_is_all_that_is_held_until_the_backward() -> None:
 
 def test_a_chunk_takes_as_many_tokens_as_its_logits_may_take_memory() -> None:
     assert tokens_per_chunk(128256) == 512
-    assert tokens_per_chunk(32000) * 32000 * 4 <= CHUNK_LOGITS_BYTES
+    assert tokens_per_chunk(128256, "large") == 2048
+    assert tokens_per_chunk(32000) * 32000 * 4 <= CHUNK_LOGITS_BYTES["small"]
     assert tokens_per_chunk(10**9) == 64
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_compiled_chunks_agree_within_rounding(dtype: torch.dtype) -> None:
+    hidden, weight, targets = example(dtype)
+    targets[3] = -100
+    eager, compiled = (
+        value_and_grads(chunked_cross_entropy, hidden, weight, targets, chunk_tokens=16, chunks=chunks)
+        for chunks in (Chunks(), Chunks(is_compiled=True))
+    )
+    precision = torch.finfo(dtype).eps
+    for ours, theirs in zip(compiled, eager, strict=True):
+        assert float((ours - theirs).norm() / theirs.norm()) < 4 * precision
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -207,8 +223,7 @@ class InHead:
         self.tied = tied
 
     def __call__(self) -> nn.Module:
-        loss_module.CHUNK_LOGITS_BYTES = 4 * VOCAB * 64
-        loss_module.CHUNK_MULTIPLE = 7
+        loss_module.tokens_per_chunk = lambda *_: 63
         return Transformer(
             TransformerShape(vocab=VOCAB, hidden=24, layers=3, heads=2, kv_heads=1, ffn=41, max_seq=SEQ, tied=self.tied)
         )
@@ -216,9 +231,8 @@ class InHead:
 
 @pytest.fixture
 def _chunks_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`InHead` sets these in this process as on the ranks."""
-    monkeypatch.setattr(loss_module, "CHUNK_LOGITS_BYTES", CHUNK_LOGITS_BYTES)
-    monkeypatch.setattr(loss_module, "CHUNK_MULTIPLE", loss_module.CHUNK_MULTIPLE)
+    """`InHead` sets this in this process as on the ranks."""
+    monkeypatch.setattr(loss_module, "tokens_per_chunk", tokens_per_chunk)
 
 
 def train(trainee: Trainee) -> list[float]:

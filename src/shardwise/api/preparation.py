@@ -94,7 +94,8 @@ def prepare(request: Request) -> Prepared:
     chosen = None
     if request.machine is not None:
         moves, batch = changes_after_auto(request.strategy) or (), request.batch
-        sizes: dict[str, Any] = dict(zip(("micro_batch", "seq", "num_micro_batches"), batch or (1, 1), strict=False))
+        numbers = batch if isinstance(batch, tuple) else (1, 1)
+        sizes: dict[str, Any] = dict(zip(("micro_batch", "seq", "num_micro_batches"), numbers, strict=False))
         moments = max((num_moments(each, precision) for each in optimizers), default=0)
         training = Training(precision=precision, moments=moments, **sizes)
         auto = AutoRequest(training, batch, request.units, request.memory_budget, keep_fp32, moves, request.disk_path)

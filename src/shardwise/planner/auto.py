@@ -54,8 +54,18 @@ UNKNOWN_FREE_BYTES = 1 << 50
 
 logger = logging.getLogger("shardwise")
 
-# Sequences per micro-batch, tokens per sequence; optionally micro-batches per step.
-Batch = tuple[int, int] | tuple[int, int, int]
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """A model whose work the caller knows better than a trial of it, such as one with compiled blocks."""
+
+    subject: Subject
+    training: Training
+    clips: bool = True
+
+
+# Sequences per micro-batch, tokens per sequence; optionally micro-batches per step. Or the work itself.
+Batch = tuple[int, int] | tuple[int, int, int] | Workload
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,9 +92,12 @@ def choose(model: nn.Module, found: list[UnitSpec], asked: AutoRequest, machine:
         raise PlaceError(
             f"{asked.disk_path} is not a folder, and state might be offloaded there: make it, or name one that is there"
         )
-    name, subject = type(model).__name__, None
+    name, subject, training, clips = type(model).__name__, None, asked.training, True
     try:
-        subject = None if asked.batch is None else subject_of_module(model, asked.training, asked.units)
+        if isinstance(asked.batch, Workload):
+            subject, training, clips = asked.batch.subject, asked.batch.training, asked.batch.clips
+        elif asked.batch is not None:
+            subject = subject_of_module(model, training, asked.units)
     except Exception as error:  # noqa: BLE001  any model's own code runs here
         logger.warning(
             "strategy 'auto': the memory of this %s's activations is unknown (%s: %s); a quarter of the memory is left "
@@ -95,10 +108,9 @@ def choose(model: nn.Module, found: list[UnitSpec], asked: AutoRequest, machine:
         subject = Subject(name, tuple(found), lambda training: works, 0.0, {"name": name})
         assert machine.free_bytes is not None
         machine = replace(machine, free_bytes=round(machine.free_bytes * (1 - UNKNOWN_SHARE)))
-    training = asked.training
     choice = choices(training, (training.checkpointing,), [(training.micro_batch, training.num_micro_batches)])
     tie = TIE if machine.has_reserve else PROCESSOR_TIE
-    assess = Assessor(subject, machine, budget_bytes=asked.memory_budget, keep_fp32=asked.keep_fp32)
+    assess = Assessor(subject, machine, clips=clips, budget_bytes=asked.memory_budget, keep_fp32=asked.keep_fp32)
     has_disk, strategy = asked.disk_path is not None, "+".join((AUTO, *asked.moves))
     plan = plan_for(assess, training, choice, strategy=strategy, only_exact=True, has_disk=has_disk, tie=tie)
     if plan.recommended is None:

@@ -125,20 +125,13 @@ def subject_of_module(model: "nn.Module", training: Training, units: "Units" = "
     from .work.probe import probe_works
 
     found = find_units(model, units)
-    known: dict[tuple[int, int, str], Mapping[str, Work]] = {}
+    known: dict[tuple[int, int, str, str], Mapping[str, Work]] = {}
 
     def works(asked: Training) -> Mapping[str, Work]:
-        key = (asked.micro_batch, asked.seq, asked.checkpointing)
+        key = (asked.micro_batch, asked.seq, asked.checkpointing, asked.loss_chunk)
         if key not in known:
-            probed = probe_works(
-                model,
-                batch=asked.micro_batch,
-                seq=asked.seq,
-                compute=asked.formats.compute.torch,
-                units=units,
-                around=_checkpointed if asked.checkpointing == "full" else None,
-                loss=asked.loss,
-            )
+            around = _checkpointed if asked.checkpointing == "full" else None
+            probed = probe_works(model, asked, units=units, around=around)
             known[key] = {**{unit.name: _NOTHING for unit in found}, **probed}
         return known[key]
 

@@ -14,6 +14,9 @@ All sums are in fp32: logits, losses and gradients. Until the backward, the grad
 backward scales and rounds them once. So nothing underflows before loss scaling, and the number of chunks has no effect.
 """
 
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
 from typing import Any, Literal
 
 import torch
@@ -23,20 +26,24 @@ from torch._compile import _disable_dynamo
 from torch.autograd.function import once_differentiable
 
 from ..base.errors import ConfigurationError, did_you_mean
-
-# Limit of the fp32 logits of one chunk; with their softmax and its 16-bit copy a chunk takes 2.5 times as much. It is
-# not smaller, because every chunk reads and writes the whole gradient of the weight: on a GPU, a product of about 500
-# tokens or more hides this, also for a vocabulary of 128k.
-CHUNK_LOGITS_BYTES = 256 * 2**20
-
-# The number of tokens of a chunk is a multiple of this, because tensor cores are faster then.
-CHUNK_MULTIPLE = 64
+from ..planner.training import LossChunk, tokens_per_chunk
 
 Reduction = Literal["mean", "sum"]
 
 
-# Excluded from compilation: there is nothing to fuse, and a compiler could keep several chunks alive. Torch's own
-# functions do the same; torch.compiler.disable would import the compiler, which takes as long as torch itself.
+@dataclass(frozen=True, slots=True)
+class Chunks:
+    """The way of the chunked loss: the size of a chunk, and whether the softmax and its gradient are compiled."""
+
+    size: LossChunk = "small"
+    is_compiled: bool = False
+
+
+USUAL_CHUNKS = Chunks()
+
+
+# Excluded from compilation, because a compiler could keep several chunks alive. Torch's own functions do the same;
+# torch.compiler.disable would import the compiler, which takes as long as torch itself.
 @_disable_dynamo
 def chunked_cross_entropy(
     hidden: Tensor,
@@ -46,12 +53,13 @@ def chunked_cross_entropy(
     chunk_tokens: int | None = None,
     ignore_index: int = -100,
     reduction: Reduction = "mean",
+    chunks: Chunks = USUAL_CHUNKS,
 ) -> Tensor:
     """Compute `F.cross_entropy(F.linear(hidden, weight), targets)` in fp32, without all logits in memory.
 
     hidden (..., hidden), weight (vocab, hidden), targets (...). The mean is over the targets that are not
     `ignore_index`; if there is none, it is NaN with zero gradients, as in torch. For a mean over several batches, use
-    `reduction="sum"` and divide by the number of targets in all of them.
+    `reduction="sum"` and divide by the number of targets in all of them. `chunk_tokens` replaces the size of `chunks`.
     """
     if reduction not in ("mean", "sum"):
         raise ConfigurationError(f"reduction={reduction!r}: {did_you_mean(reduction, ['mean', 'sum'])}")
@@ -66,7 +74,7 @@ def chunked_cross_entropy(
     if hidden.dtype != weight.dtype:
         raise ConfigurationError(f"hidden is {hidden.dtype} and weight {weight.dtype}: cast one of them")
     if chunk_tokens is None:
-        chunk_tokens = tokens_per_chunk(weight.shape[0])
+        chunk_tokens = tokens_per_chunk(weight.shape[0], chunks.size)
     elif chunk_tokens < 1:
         raise ConfigurationError(f"chunk_tokens={chunk_tokens}: a chunk holds at least one token")
     wide = torch.promote_types(hidden.dtype, torch.float32)
@@ -75,15 +83,10 @@ def chunked_cross_entropy(
     with torch.autocast(device, enabled=False):
         if torch.is_grad_enabled():
             return _ChunkedCrossEntropy.apply(  # type: ignore[no-untyped-call]
-                hidden, weight, targets, num_targets, chunk_tokens, ignore_index
+                hidden, weight, targets, num_targets, chunk_tokens, ignore_index, chunks.is_compiled
             )
-        total, _, _ = _sums(hidden, weight, targets, chunk_tokens, ignore_index, False, False)
+        total, _, _ = _sums(hidden, weight, targets, chunk_tokens, ignore_index, (False, False), chunks.is_compiled)
         return total / num_targets
-
-
-def tokens_per_chunk(vocab: int) -> int:
-    tokens = CHUNK_LOGITS_BYTES // (4 * vocab)
-    return max(tokens // CHUNK_MULTIPLE, 1) * CHUNK_MULTIPLE
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
@@ -96,9 +99,10 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         num_targets: Tensor,
         chunk_tokens: int,
         ignore_index: int,
+        is_compiled: bool,
     ) -> Tensor:
         total, grad_hidden, grad_weight = _sums(
-            hidden, weight, targets, chunk_tokens, ignore_index, *ctx.needs_input_grad[:2]
+            hidden, weight, targets, chunk_tokens, ignore_index, ctx.needs_input_grad[:2], is_compiled
         )
         ctx.dtype = hidden.dtype
         ctx.save_for_backward(grad_hidden, grad_weight, num_targets)
@@ -109,7 +113,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         grad_hidden, grad_weight, num_targets = ctx.saved_tensors
         scale = grad / num_targets.clamp(min=1)
-        return _scaled(grad_hidden, scale, ctx.dtype), _scaled(grad_weight, scale, ctx.dtype), None, None, None, None
+        return _scaled(grad_hidden, scale, ctx.dtype), _scaled(grad_weight, scale, ctx.dtype), *(None,) * 5
 
 
 def _scaled(grad: Tensor | None, scale: Tensor, dtype: torch.dtype) -> Tensor | None:
@@ -123,8 +127,8 @@ def _sums(
     targets: Tensor,
     chunk_tokens: int,
     ignore_index: int,
-    needs_hidden: bool,
-    needs_weight: bool,
+    needs: tuple[bool, bool],
+    is_compiled: bool,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Return the summed loss and its gradients for `hidden` and `weight`, in fp32 (fp64 for fp64 inputs)."""
     wide = torch.promote_types(hidden.dtype, torch.float32)
@@ -132,27 +136,50 @@ def _sums(
         # Only CUDA has a product of 16-bit matrices with an fp32 result.
         hidden, weight = hidden.to(wide), weight.to(wide)
     total = hidden.new_zeros((), dtype=wide)
-    grad_hidden = torch.empty_like(hidden, dtype=wide) if needs_hidden else None
-    grad_weight = torch.zeros_like(weight, dtype=wide) if needs_weight else None
+    grad_hidden = torch.empty_like(hidden, dtype=wide) if needs[0] else None
+    grad_weight: Tensor | None = None
+    compiled = _compiled_slopes() if is_compiled and any(needs) else None
     for start in range(0, hidden.shape[0], chunk_tokens):
         rows = slice(start, start + chunk_tokens)
         states, is_ignored = hidden[rows], (targets[rows] == ignore_index)[:, None]
         wanted = targets[rows, None].masked_fill(is_ignored, 0)
-        # Two tensors (chunk, vocab) in fp32: the logits are freed when their log-softmax exists.
-        scores = F.log_softmax(_product(states, weight.t(), wide), dim=-1)
-        chosen = scores.gather(1, wanted)
+        # `slopes` is the gradient of the logits: the probabilities, minus one at the target. Ignored tokens are set to
+        # zero in the (chunk, hidden) tensors below instead, which are smaller than (chunk, vocab).
+        if compiled is not None:
+            chosen, slopes = compiled(_product(states, weight.t(), wide), wanted, hidden.dtype)
+        else:
+            # Two tensors (chunk, vocab) in fp32: the logits are freed when their log-softmax exists.
+            scores = F.log_softmax(_product(states, weight.t(), wide), dim=-1)
+            chosen = scores.gather(1, wanted)
+            if any(needs):
+                slopes = scores.exp_().scatter_(1, wanted, chosen.exp().sub_(1)).to(hidden.dtype)
+            del scores
         total -= chosen.masked_fill(is_ignored, 0).sum()
-        if grad_hidden is None and grad_weight is None:
-            continue
-        # The gradient of the logits: the probabilities, minus one at the target. Ignored tokens are set to zero in the
-        # (chunk, hidden) tensors below instead, which are smaller than (chunk, vocab).
-        slopes = scores.exp_().scatter_(1, wanted, chosen.exp_().sub_(1)).to(hidden.dtype)
-        del scores
         if grad_hidden is not None:
             grad_hidden[rows] = _product(slopes, weight, wide).masked_fill_(is_ignored, 0)
-        if grad_weight is not None:
-            _add_product(grad_weight, slopes.t(), states.masked_fill(is_ignored, 0))
+        if needs[1]:
+            states = states.masked_fill(is_ignored, 0)
+            if grad_weight is None:
+                grad_weight = _product(slopes.t(), states, wide)
+            else:
+                _add_product(grad_weight, slopes.t(), states)
+    if needs[1] and grad_weight is None:
+        grad_weight = torch.zeros_like(weight, dtype=wide)
     return total, grad_hidden, grad_weight
+
+
+@cache
+def _compiled_slopes() -> Callable[[Tensor, Tensor, torch.dtype], tuple[Tensor, Tensor]]:
+    """Return the compiled function for the log-probabilities of the targets and the gradient of the logits. It reads
+    the logits twice and writes the gradient once; eager, a chunk has six such passes over fp32."""
+
+    def slopes_of(logits: Tensor, wanted: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        scores = logits - torch.logsumexp(logits, 1, keepdim=True)
+        is_wanted = torch.arange(logits.shape[1], device=logits.device)[None] == wanted
+        chosen = torch.where(is_wanted, scores, 0.0).sum(1, keepdim=True)
+        return chosen, (scores.exp() - is_wanted.to(logits.dtype)).to(dtype)
+
+    return torch.compile(slopes_of)
 
 
 def _product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .loss import Reduction, chunked_cross_entropy
+from .loss import USUAL_CHUNKS, Chunks, Reduction, chunked_cross_entropy
 from .shapes import TransformerShape
 
 
@@ -37,11 +37,17 @@ class Embedding(nn.Embedding):
 class Head(Linear):
     """The output projection, and the loss if targets are given: in one module, as the weight is gathered only here."""
 
-    def forward(self, x: Tensor, targets: Tensor | None = None, reduction: Reduction = "mean") -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        targets: Tensor | None = None,
+        reduction: Reduction = "mean",
+        chunks: Chunks = USUAL_CHUNKS,
+    ) -> Tensor:
         """Return logits (batch, seq, vocab), or the cross-entropy in fp32, computed without holding all logits."""
         if targets is None:
             return F.linear(x, self.weight)
-        return chunked_cross_entropy(x, self.weight, targets, reduction=reduction)
+        return chunked_cross_entropy(x, self.weight, targets, reduction=reduction, chunks=chunks)
 
 
 class Attention(nn.Module):
@@ -112,6 +118,7 @@ class Transformer(nn.Module):
         targets: Tensor | None = None,
         positions: Tensor | None = None,
         reduction: Reduction = "mean",
+        chunks: Chunks = USUAL_CHUNKS,
     ) -> Tensor:
         """Return logits (batch, seq, vocab), or the cross-entropy in fp32 if targets are given.
 
@@ -127,7 +134,7 @@ class Transformer(nn.Module):
         x = self.embed(tokens)
         for block in self.blocks:
             x = block(x, rotary, mask)
-        return self.head(self.norm(x), targets, reduction)
+        return self.head(self.norm(x), targets, reduction, chunks)
 
 
 def rotary_at(positions: Tensor, head_dim: int) -> Tensor:

@@ -55,6 +55,7 @@ FLAGS = {
     "num_micro_batches": "--gradient-accumulation-steps",
     "reduce": "--reduce-dtype",
     "optimizer": "--optimizer",
+    "loss_chunk": "--loss-chunk",
 }
 MIN_SAVED_SHARE = 0.005  # changes that save less are left out
 _UNITS = {"bytes": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
@@ -404,6 +405,8 @@ def offload_flag(layout: Layout) -> str:
 
 
 def _other_trainings(training: Training) -> Iterator[Training]:
+    if training.loss_chunk == "large":
+        yield replace(training, loss_chunk="small")
     for mode in MODES[MODES.index(training.checkpointing) + 1 :]:
         yield replace(training, checkpointing=mode)
     if training.micro_batch % 2 == 0:

@@ -38,8 +38,10 @@ from .checks import Checked, check_all, completed, require_targets
 from .data.prepare import Prepared, prepare
 from .data.samples import Samples, open_samples
 from .loop import Ending, run_steps
+from .loss import Chunks
 from .metrics import Divergence, Metrics, Progress, StepRecords, json_number
 from .models.build import Built, build
+from .models.headloss import path_of, set_path
 from .offload import is_auto, offload_of, updates_early
 from .optimizers import learning_rate_warning, num_warmup_steps, optimizer_for
 from .out_of_memory import FailureContext, FirstOutOfMemoryError, explain, is_out_of_memory
@@ -178,8 +180,9 @@ def set_up(settings: Settings, context: FailureContext) -> Run:
     num_planned = settings.max_steps or _num_steps_of_epochs(settings, checked, samples.num_samples)
     model, optimizer, planned = _sharded(built, settings, checked, free_bytes, num_planned, context)
     resumed = resume(candidates, model, optimizer, say)
-    compiles = planned.compilation.setting  # a resumed run does not decide again
-    settings = replace(settings, resume_from_checkpoint=resumed.checkpoint, compile=compiles)
+    compiles, chunk = planned.compilation.setting, planned.entry.training.loss_chunk
+    # A resumed run does not decide again.
+    settings = replace(settings, resume_from_checkpoint=resumed.checkpoint, compile=compiles, loss_chunk=chunk)
     identity = data_identity(settings, prepared, checked)
     before = identity if resumed.data is None else resumed.data
     is_same_data = before == identity
@@ -276,7 +279,7 @@ def _built(settings: Settings, checked: Checked, device: torch.device, samples: 
 def _sharded(
     built: Built, settings: Settings, checked: Checked, free_bytes: int, num_steps: int, context: FailureContext
 ) -> tuple[nn.Module, Any, RunPlan]:
-    model, batching, seq_length, world = built.model, checked.batching, checked.seq_length, mesh.everyone()
+    model, world = built.model, mesh.everyone()
     offload = offload_of(settings.offload, settings.wire)
     strategy = offload.applied_to(settings.strategy)
     is_automatic = is_auto(strategy)
@@ -307,13 +310,15 @@ def _sharded(
         seed=settings.seed,
         early_update=updates_early(settings),
         skip_nonfinite=settings.skip_nonfinite,
-        batch=(batching.micro_size, seq_length, batching.num_micro) if is_automatic else None,
+        batch=drafted.workload if is_automatic else None,
         disk_path=offload.folder,
         # A save in the background needs the memory for its copy.
         speculation=0 if settings.async_save and settings.speculation == "auto" else settings.speculation,
     )
     context.model, context.optimizer = model, optimizer
     context.planned = planned = plan_of(drafted, model)
+    chunks = Chunks(planned.entry.training.loss_chunk, drafted.compilation.is_on and gpu != "")
+    set_path(model, replace(path_of(model), chunks=chunks))
     if built.weights is not None and settings.resume_from_checkpoint is None:
         load_full_state_dict(model, built.weights)
     return model, optimizer, planned

@@ -18,12 +18,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from ..base.documents import parse, read_object, read_text
 from ..base.errors import CheckpointError, ConfigurationError, SaveError
 from ..checkpoint.folder import CHECKPOINTS, INDEX, all_steps, find, latest, read_index, step_folder
-from .settings import Settings
+from .settings import AnyLossChunk, Compile, Settings
 
 RUNS = Path("runs")
 CONFIG, DATA, EXPORT, LOGS = "config.json", "data", "export", "logs"
@@ -40,10 +40,12 @@ def choose(settings: Settings, num_restarts: int = 0) -> Settings:
         place = folder / name
         if place.exists() and place.is_dir() != (kind == "folder"):
             raise ConfigurationError(f"output_dir {folder}: {place} is no {kind}; move it, or name another folder")
-    if checkpoint is not None and settings.compile == "auto" and (saved := _config_in(Path(checkpoint))):
+    if checkpoint is not None and (saved := _config_in(Path(checkpoint))):
         # A resumed run computes as it did before.
-        before = parse(saved[1]).get("compile")
-        settings = dataclasses.replace(settings, compile=before if before in ("on", "off") else "auto")
+        before = parse(saved[1])
+        for name, choices in (("compile", get_args(Compile)), ("loss_chunk", get_args(AnyLossChunk))):
+            if getattr(settings, name) == "auto" and before.get(name) in choices:
+                settings = dataclasses.replace(settings, **{name: before[name]})
     checkpoint = None if checkpoint is None else str(checkpoint)
     return dataclasses.replace(settings, output_dir=str(folder), resume_from_checkpoint=checkpoint)
 

@@ -12,12 +12,12 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any, get_args
 
-import torch
 from torch import nn
 
 from ..api.memory_report import memory
 from ..api.sharded_model import num_cores, traffic
 from ..api.sharding import chosen_plan
+from ..base.errors import ConfigurationError
 from ..core.engine.guards import engine_of
 from ..core.layout import layouts_for
 from ..core.optim.probe import num_moments
@@ -26,6 +26,7 @@ from ..core.schedule.state_bytes import Way, state_bytes
 from ..core.schedule.units import find_blocks, find_units
 from ..core.wire.ledger import add_up
 from ..planner.assess import Assessment, Assessor, Machine, Subject, Works
+from ..planner.auto import Batch, Workload
 from ..planner.events import step_events
 from ..planner.plan_json import plan_as_json
 from ..planner.planning import Plan
@@ -33,7 +34,7 @@ from ..planner.training import Training
 from ..planner.work.activations import assign_to_units
 from ..planner.work.probe import on_meta, probe_works
 from ..planner.work.work import Work
-from .checkpointing import Mode, checkpoint_blocks
+from .checkpointing import checkpoint_blocks
 from .checks import Checked
 from .compilation import Compilation, KnownBlocks, decide, gain_of, known_blocks
 from .models.build import Built
@@ -78,10 +79,18 @@ class Draft:
     clips: bool  # the norm of the gradients is computed, to clip them or to show it
     strategy: str | dict[str, str]  # with offload and wire
     compilation: Compilation
+    may_enlarge_chunks: bool
 
     @property
     def name(self) -> str:
         return self.strategy if isinstance(self.strategy, str) else "mixed"
+
+    @property
+    def workload(self) -> Batch:
+        """The argument `batch` of `sw.shard`, for "auto": this model as it will run, or sizes if that is unknown."""
+        asked = self.training
+        sizes = (asked.micro_batch, asked.seq, asked.num_micro_batches)
+        return sizes if self.note else Workload(self.subject, asked, self.clips)
 
     def compiled(self, compilation: Compilation) -> "Draft":
         return replace(self, compilation=compilation, training=replace(self.training, compile=compilation.is_on))
@@ -110,7 +119,12 @@ def draft(
         optimizer=settings.optimizer,
         checkpointing=settings.gradient_checkpointing,
         loss="plain" if path_of(built.model).how == "plain" else "chunked",
+        loss_chunk="small" if settings.loss_chunk == "auto" else settings.loss_chunk,
     )
+    if training.loss == "plain" and settings.loss_chunk == "large":
+        raise ConfigurationError(
+            f"loss_chunk large: {settings.model} changes its logits, so its loss has no chunks; leave it out"
+        )
     training = replace(training, moments=num_moments(optimizer, training.formats))
     units = tuple(find_units(built.model, parse_units(settings.units)))
     facts = {"name": settings.model, "num_params": built.num_params}
@@ -121,7 +135,10 @@ def draft(
     compilation = Compilation(settings.compile == "on")
     if settings.compile == "auto":
         compilation = decide(note or gain_of(built.model, known, works, training, device_name), num_steps)
-    drafted = Draft(subject, machine, training, note, not updates_early(settings), strategy_of(settings), compilation)
+    drafted = Draft(
+        subject, machine, training, note, not updates_early(settings), strategy_of(settings), compilation,
+        may_enlarge_chunks=settings.loss_chunk == "auto" and training.loss == "chunked" and not note,
+    )  # fmt: skip
     return drafted.compiled(compilation)
 
 
@@ -147,12 +164,12 @@ def _works_of(model: nn.Module, known: KnownBlocks | None, training: Training, u
     bare, paths = on_meta(model, training.formats.compute.torch), find_blocks(model)
 
     @cache
-    def probed(batch: int, seq: int, mode: Mode, compute: torch.dtype, loss: Any) -> Mapping[str, Work]:
-        checkpoint_blocks(bare, mode)
-        return probe_works(bare, batch=batch, seq=seq, compute=compute, loss=loss)
+    def probed(asked: Training) -> Mapping[str, Work]:
+        checkpoint_blocks(bare, asked.checkpointing)
+        return probe_works(bare, asked)
 
     def works(asked: Training) -> Mapping[str, Work]:
-        found = probed(asked.micro_batch, asked.seq, asked.checkpointing, asked.formats.compute.torch, asked.loss)
+        found = probed(replace(asked, num_micro_batches=1, optimizer="adamw", moments=None, reduce=None, compile=False))
         if not asked.compile or known is None:
             return found
         first, other = known.works(asked)
@@ -182,9 +199,13 @@ def plan_of(draft: Draft, model: nn.Module) -> RunPlan:
         assert chosen.recommended is not None
         machine, name, why, found = chosen.machine, chosen.recommended.name, chosen.why, chosen.found
     assess = Assessor(draft.subject, machine, clips=draft.clips)
+    entry = assess(name, [unit.layout for unit in units], training)
+    if draft.may_enlarge_chunks:
+        entry = _with_best_chunk(entry, assess)
+        training = entry.training
     others = tuple(assess(entry.name, entry.layouts, training) for entry in found if entry.name != name)
     # The engine's own schedule may follow another order after the first step.
-    entry = replace(assess(name, [unit.layout for unit in units], training), schedule=engine.schedule)
+    entry = replace(entry, schedule=engine.schedule)
     # The state as `sw.memory` plans it, and all buffers.
     state = state_bytes([flat for unit in units for flat in unit.flats], training.num_moments)
     rests = {**asdict(state), "buffers": memory(model).planned_buffers}
@@ -197,6 +218,19 @@ def plan_of(draft: Draft, model: nn.Module) -> RunPlan:
     return RunPlan(entry, assess, draft.note, others, why, draft.compilation, rests, off_device)
 
 
+def _with_best_chunk(entry: Assessment, assess: Assessor) -> Assessment:
+    """Return the plan with large chunks of the loss if its step is faster, and it needs no more memory or surely fits.
+    On CPUs chunks stay small, and losses what they were."""
+    if not assess.machine.has_reserve:
+        return entry
+    large = assess(entry.name, entry.layouts, replace(entry.training, loss_chunk="large"))
+    is_free = large.memory.peak.total <= entry.memory.peak.total
+    most_s = entry.step_s if is_free else (1 - MIN_CHUNK_GAIN) * entry.step_s
+    return large if large.step_s < most_s and (is_free or not large.is_tight) else entry
+
+
+# The part of a step that larger chunks of the loss must save if they need memory.
+MIN_CHUNK_GAIN = 0.01
 # Numbers of a strategy that are unknown without activations.
 _UNKNOWN = ("activations", "loss", "peak_active", "peak_reserved", "peak_reserved_low", "peak_reserved_high")
 _UNKNOWN_TIMES = ("step_seconds", "compute_seconds", "tokens_per_second_per_gpu", "mfu")

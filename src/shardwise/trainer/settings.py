@@ -49,6 +49,7 @@ FINE_TUNING_RATE, LORA_RATE = 2e-5, 2e-4
 Tracker = Literal["tensorboard", "wandb"]
 Backend = Literal["c10d", "static", "etcd", "etcd-v2"]
 Compile = Literal["auto", "on", "off"]
+AnyLossChunk = Literal["auto", "small", "large"]
 DEFAULT_GLOBAL_BATCH = 16
 DEEPSPEED_SCHEDULES = ("warmup-lr", "warmup-decay-lr", "warmup-cosine-lr")
 SETTINGS_OF_SCHEDULES = {  # the schedules that read each of these settings
@@ -67,6 +68,7 @@ class Settings:
     lora: Lora | None = setting(MODEL, None, "Train low-rank adapters only: r=16,alpha=32 and, if needed, dropout=0.05 and targets=q_proj+v_proj.")
     gradient_checkpointing: Literal["none", "selective", "full"] = setting(MODEL, "none", "Recompute activations of blocks in the backward: none, selective or full. Without a value: full.")
     compile: Compile = setting(MODEL, "auto", "Compile each block with torch.compile: auto (on GPUs, if the run is long enough to save more time than that takes), on or off. Without a value: on. true and false are on and off.")
+    loss_chunk: AnyLossChunk = setting(MODEL, "auto", "Logits that exist at a time in the loss: small (256 MB), large (1 GB, faster if the vocabulary is large), or auto (on GPUs large, if the plan says that it fits and is faster).")
 
     train_file: tuple[str, ...] = setting(DATA, (), "Training data: text (.txt, .md), rows (.jsonl: text, prompt and completion, or messages), tokens (.bin). Separate several with commas. Default for in-tree shapes: Python's manual.")
     dataset: str | None = setting(DATA, None, "Hugging Face dataset, as a saved folder or an id, instead of files.")
@@ -154,6 +156,7 @@ class Settings:
             ("report_to", self.report_to, Tracker),
             ("rdzv_backend", [self.rdzv_backend], Backend),
             ("compile", [self.compile], Compile),
+            ("loss_chunk", [self.loss_chunk], AnyLossChunk),
         ):
             for word in words:
                 if word not in get_args(choices):

@@ -71,14 +71,8 @@ class Run:
         schedule, held = engine_of(self.model).schedule, sw.memory(self.model, self.optimizer)
         training = Training(seq=SEQ, precision=self.precision, checkpointing="none", loss="plain")
         # A processor multiplies gradients into their place where that has the weights' own dtype.
-        works = probe_works(
-            on_meta(self.hidden, self.layers),
-            batch=1,
-            seq=SEQ,
-            compute=training.formats.compute.torch,
-            loss="plain",
-            writes_directly=self.precision == "fp32",
-        )
+        model = on_meta(self.hidden, self.layers)
+        works = probe_works(model, training, writes_directly=self.precision == "fp32")
         planned = memory_of(schedule, step_events(schedule, clips=True), works, training, workspace_bytes=0)
         by_class = [instant.by_class() for instant in planned.instants]
         activations = max(instant["activations"] + instant["loss"] for instant in by_class)

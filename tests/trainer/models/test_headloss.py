@@ -138,8 +138,7 @@ class Largest(TorchDispatchMode):
 
 
 def test_logits_never_exist_as_a_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loss_module, "CHUNK_LOGITS_BYTES", 4 * VOCAB * 4)
-    monkeypatch.setattr(loss_module, "CHUNK_MULTIPLE", 4)
+    monkeypatch.setattr(loss_module, "tokens_per_chunk", lambda *_: 4)
     model = saved("llama", tmp_path)
     set_path(model, HOW["llama"])
     with Largest() as seen:

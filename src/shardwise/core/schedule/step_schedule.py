@@ -40,9 +40,8 @@ NUM_OFFLOADED_GRADS = 3
 # after it. For the first units, if gradients are larger than this, the computation waits for the copy.
 MAX_HELD_BYTES = 32 << 20
 # The optimizer updates masters in parts of at least PART_ELEMS: for fewer elements the launch of the update takes
-# longer than the update. Norms are computed over pieces of NORM_ELEMS.
+# longer than the update.
 PART_ELEMS = 32 << 20
-NORM_ELEMS = 32 << 20
 
 
 @dataclass(unsafe_hash=True)

@@ -22,7 +22,6 @@ from torch import Tensor
 from ...base.errors import StateError
 from ...base.intervals import cuts
 from ..schedule.flat import Flat
-from ..schedule.step_schedule import NORM_ELEMS
 from ..wire.collectives import Collective, HopChain, Work
 from .carrier import Carrier, Channels
 
@@ -54,9 +53,11 @@ class GradScale:
 
 
 def sum_of_squares(row: Tensor) -> Tensor:
-    """Sum squares in fp64, so that the result does not depend on how gradients are split. The copy in fp64 is made
-    piece by piece in one buffer, because malloc would take a new one for each piece."""
-    pieces = row.split(CACHED_ELEMS if row.device.type == "cpu" else NORM_ELEMS)
+    """Sum squares in fp64, so that the result does not depend on how gradients are split. A GPU has a kernel for that.
+    On a CPU, the copy in fp64 is made piece by piece in one buffer, because malloc would take a new one for each."""
+    if row.device.type != "cpu" and row.numel():
+        return torch._foreach_norm([row], 2, dtype=torch.float64)[0].square()
+    pieces = row.split(CACHED_ELEMS)
     wide = torch.empty(pieces[0].numel(), dtype=torch.float64, device=row.device)
     norms = [torch.linalg.vector_norm(wide[: piece.numel()].copy_(piece)) for piece in pieces]
     return torch.stack(norms).square().sum()

@@ -2,8 +2,9 @@
 
 Matrix products and attention run at a share of the GPU's peak, everything else at a share of its memory bandwidth. The
 three run one after the other on one stream, so their times add up. A backward has two products for each product of the
-forward (one if the weight is frozen) and twice its memory traffic. Attention's backward takes 2.5 times its forward,
-because it recomputes the scores. Recomputation (activation checkpointing) is added to the backward.
+forward (one if the weight is frozen) and twice its kernels; its memory traffic is counted. Attention's backward takes
+2.5 times its forward, because it recomputes the scores. Recomputation (activation checkpointing) is added to the
+backward. Gradients that autograd allocated are copied on another stream, next to the computation.
 """
 
 from collections.abc import Mapping
@@ -16,17 +17,17 @@ from ..training import Training
 from ..work.work import Work
 
 ATTENTION_BACKWARD = 2.5  # time, relative to the forward
-MOVED_BACKWARD = 2.0  # memory traffic, relative to the forward
-# Memory traffic of a loss's backward, relative to its forward. A chunked loss does everything in its forward.
-LOSS_MOVED_BACKWARD = {"plain": 1.0, "chunked": 0.0, "fused": 0.0}
+KERNELS_BACKWARD = 2.0  # number of kernels, relative to the forward
+# The same for a loss. A chunked loss does almost everything in its forward.
+LOSS_KERNELS_BACKWARD = {"plain": 1.0, "chunked": 0.0, "fused": 0.0}
 # Host time to queue a kernel of a checkpointed block, relative to others: it has saved-tensor hooks and dispatch modes.
 HOST_OF_CHECKPOINTING = {"none": 1.0, "full": 1.5, "selective": 2.6}
 # Each chunk of a loss adds to the weight's gradient. Bytes read and written per element: in fp32, or in 16 bits.
 LOSS_GRAD_BYTES = {"chunked": 8, "fused": 4, "plain": 0}
-# Memory traffic of norm and clipping, relative to a gradient in fp32. The norm reads 4 bytes, writes 8 (a copy in fp64)
-# and reads 8: 5 passes. Clipping reads and writes the gradient: 2 more. Offloaded gradients are clipped by the host.
-NORM_PASSES = 7
-NORM_PASSES_OF_OFFLOADED = 5
+# Memory traffic of norm and clipping, relative to a gradient: the norm reads it, and clipping reads and writes it.
+# Offloaded gradients are clipped by the host.
+NORM_PASSES = 3
+NORM_PASSES_OF_OFFLOADED = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,12 +48,13 @@ class UnitSeconds:
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """Rates that a GPU reaches: FLOP/s of products and attention, bytes per second of memory."""
+    """Rates that a GPU reaches: FLOP/s of products and attention, bytes/s of memory; and the itemsize of products."""
 
     products: float
     attention: float
     memory: float
     efficiency: Efficiency
+    itemsize: int = 2
 
 
 def speed_of(gpu: Gpu, efficiency: Efficiency, training: Training, head_dim: int = 128) -> Speed:
@@ -60,7 +62,8 @@ def speed_of(gpu: Gpu, efficiency: Efficiency, training: Training, head_dim: int
     products = (gpu.fp32_flops if training.formats.products == FP32 else gpu.flops) * efficiency.products
     share = efficiency.attention * training.seq / (training.seq + efficiency.ramp)
     attention = gpu.flops * share * (1.0 if head_dim > 64 else efficiency.narrow)
-    return Speed(products, min(products, attention), gpu.hbm_bytes_per_s * efficiency.memory, efficiency)
+    memory, itemsize = gpu.hbm_bytes_per_s * efficiency.memory, training.formats.compute.itemsize
+    return Speed(products, min(products, attention), memory, efficiency, itemsize)
 
 
 def seconds_of(
@@ -108,45 +111,49 @@ def work_seconds(work: Work, speed: Speed, training: Training) -> UnitSeconds:
     if work.kind == "loss":
         grad_bytes = sum(p.count * p.n * p.k for p in work.products if p.trainable) * LOSS_GRAD_BYTES[training.loss]
         forward += grad_bytes / speed.memory
-        times = LOSS_MOVED_BACKWARD[training.loss]
+        times = LOSS_KERNELS_BACKWARD[training.loss]
         return UnitSeconds(
             forward, backward_s(work, speed, times), forward_kernels=num_kernels, backward_kernels=times * num_kernels
         )
     num_kernels *= 1.0 if training.compile else HOST_OF_CHECKPOINTING[training.checkpointing]
-    # All elementwise operations are recomputed, even if the results of products are saved.
-    moved = (work.moved_bytes / speed.memory + work.num_kernels * speed.efficiency.gap_s) if work.recomputed else 0.0
+    # All elementwise operations are recomputed, even if the results of products are saved; their traffic is counted.
+    gaps = work.num_kernels * speed.efficiency.gap_s
+    computed = forward - work.moved_bytes / speed.memory - gaps
+    recomputed = work.recomputed * computed + (gaps if work.recomputed else 0.0)
     return UnitSeconds(
         forward,
-        backward_s(work, speed) + work.recomputed * (forward - moved) + moved,
+        backward_s(work, speed) + recomputed,
         forward_kernels=num_kernels,
-        backward_kernels=(2 + work.recomputed) * num_kernels,
+        backward_kernels=(KERNELS_BACKWARD + work.recomputed) * num_kernels,
     )
 
 
 def forward_s(work: Work, speed: Speed) -> float:
-    flop = sum(product.count * _cost(product.m, product.n, product.k, speed.efficiency) for product in work.products)
     return (
-        flop / speed.products
+        sum(product.count * _product_s(product.m, product.n, product.k, speed) for product in work.products)
         + work.attention_flops / speed.attention
         + work.moved_bytes / speed.memory
         + work.num_kernels * speed.efficiency.gap_s
     )
 
 
-def backward_s(work: Work, speed: Speed, moved: float = MOVED_BACKWARD) -> float:
-    """Seconds of a backward without recomputation. `moved`: its reads and writes, as a multiple of the forward's."""
-    flop = 0.0
+def backward_s(work: Work, speed: Speed, kernels: float = KERNELS_BACKWARD) -> float:
+    """Seconds of a backward without recomputed products. `kernels`: their number, as a multiple of the forward's."""
+    products_s = 0.0
     for product in work.products:
-        by_input = _cost(product.m, product.k, product.n, speed.efficiency)
-        by_weight = _cost(product.n, product.k, product.m, speed.efficiency) if product.trainable else 0.0
-        flop += product.count * (by_input + by_weight)
+        by_input = _product_s(product.m, product.k, product.n, speed)
+        by_weight = _product_s(product.n, product.k, product.m, speed) if product.trainable else 0.0
+        products_s += product.count * (by_input + by_weight)
     return (
-        flop / speed.products
+        products_s
         + ATTENTION_BACKWARD * work.attention_flops / speed.attention
-        + moved * (work.moved_bytes / speed.memory + work.num_kernels * speed.efficiency.gap_s)
+        + work.backward_moved_bytes / speed.memory
+        + kernels * work.num_kernels * speed.efficiency.gap_s
     )
 
 
-def _cost(m: int, n: int, k: int, efficiency: Efficiency) -> float:
-    """FLOP of a product, and the time that its pipelines and its last wave waste, as FLOP (see `Efficiency`)."""
-    return 2.0 * (k + efficiency.prologue) * (m * n + efficiency.tail)
+def _product_s(m: int, n: int, k: int, speed: Speed) -> float:
+    """Seconds of a product: its FLOP, with what its pipelines and its last wave waste (see `Efficiency`), or the memory
+    traffic of a narrow one, such as an adapter's."""
+    flop = 2.0 * (k + speed.efficiency.prologue) * (m * n + speed.efficiency.tail)
+    return max(flop / speed.products, speed.itemsize * (m * k + k * n + m * n) / speed.memory)

@@ -128,7 +128,7 @@ def memory_of(
         elif event.verb == "backward":
             walk.backward(event.unit, is_last=index > last_forward)
         elif event.verb == "agree":
-            walk.update(clips=any(event.verb == "norm" for event in events))
+            walk.update()
     away = state_bytes.off_device([unit.flats for unit in schedule.units], training.num_moments)
     return Memory(tuple(walk.instants), away, sum(list(walk.offloaded.values())[:-1]))
 
@@ -170,7 +170,6 @@ class _Walk(MemoryWalk):
         self.was_at_peak = False  # True if the last unit may have been late
         self.num_tokens = training.num_tokens
         self.leaving: deque[int] = deque()  # gradients that are being copied to the host, by unit
-        self.norm_bytes = 0
         # Bytes of gradients that autograd allocated: since the last reduction began, before that, and for the root.
         self.unfetched = self.fetched = self.of_root = 0
         self.input_bytes = 0
@@ -265,10 +264,6 @@ class _Walk(MemoryWalk):
             self.leaving.append(state_bytes.resting_grads(for_host))
             if len(self.leaving) == step_schedule.NUM_OFFLOADED_GRADS:  # one of them is in a slot only
                 self.held[GRADS] -= self.leaving.popleft()
-            # The norm of offloaded gradients is computed piece by piece, in scratch memory.
-            needed = 8 * min(max(flat.num_master for flat in for_host), step_schedule.NORM_ELEMS)
-            self.held[GRADS] += max(0, needed - self.norm_bytes)
-            self.norm_bytes = max(needed, self.norm_bytes)
 
     def _end_backward(self) -> None:
         self.held[GRADS] -= self.unfetched + self.fetched + self.of_root
@@ -277,13 +272,11 @@ class _Walk(MemoryWalk):
         self.slots, self.slot, self.num_opened = [0] * step_schedule.NUM_REDUCTIONS, 0, 0
         self.in_backward = False
 
-    def update(self, clips: bool) -> None:
+    def update(self) -> None:
         self._end_backward()
-        self.held[GRADS] -= sum(self.leaving) + self.norm_bytes
+        self.held[GRADS] -= sum(self.leaving)
         updated_here = [flat for flat in self.schedule.trainable_flats if not flat.host_updates]
-        # torch computes a norm from an fp64 copy.
-        longest = max((flat.num_master for flat in updated_here), default=0)
-        self.note("the gradients' norm", GRADS, 8 * min(longest, step_schedule.NORM_ELEMS) if clips else 0)
+        self.note("the gradients' norm", GRADS, 0)
         # Gradients are cast to the master's dtype, one part at a time.
         sizes = [flat.num_master * flat.master.itemsize for flat in updated_here if flat.reduce != flat.master]
         self.note("update", OPTIMIZER, min(sum(sizes), max(sizes, default=0) + 4 * step_schedule.PART_ELEMS))

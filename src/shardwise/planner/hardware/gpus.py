@@ -115,7 +115,7 @@ IDEAL = Overheads()
 EMULATED = Overheads(launch_s=38e-6, event_s=180e-6)
 # `contention` and `hop_us` are fitted to llm-foundry's data: computation hides only a third of a collective's time.
 # In torchtitan's data, keeping units gathered saves as much as their gathers take. Host times: a guess for a fast host.
-REAL = Overheads(contention=2.93, hop_us=30.0, launch_s=15e-6, event_s=50e-6)
+REAL = Overheads(contention=2.89, hop_us=30.0, launch_s=15e-6, event_s=50e-6)
 
 
 def _links(key: str, latency_us: float) -> dict[str, Link]:

@@ -13,16 +13,13 @@ from functools import cache, partial
 
 from ...core.schedule.model import ROOT, UnitSpec
 from ..shapes.shape import ModelShape, targets_of, units_of
-from ..training import Loss, Training
+from ..training import Loss, LossChunk, Training, tokens_per_chunk
 from . import blocks
 from .tape import Block, Gradients, Habits, Kernel, Tape, Tensor, Weight, measure
 from .work import Product, Work, chain, embedding_scratch_bytes, rounded
 
 LOSS = "loss"
 _INDEX_BYTES = 8
-# Same values as in trainer/loss.py, which imports torch.
-CHUNK_LOGITS_BYTES = 256 * 2**20
-CHUNK_MULTIPLE = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +35,7 @@ class Head:
     vocab: int
     loss: Loss
     is_plain: bool = True
+    chunk: LossChunk = "small"
 
     def __call__(self, t: Tape, states: Tensor) -> Tensor:
         return self._plain(t, states) if self.loss == "plain" else self._chunked(t, states)
@@ -86,6 +84,8 @@ class Head:
             state_grads = t.new(num_states)
             if weight.trainable:
                 t.grads.append(t.new(weight.num_elems))
+            if self.loss == "chunked":  # scaled and rounded once
+                t.moved_bytes += (num_states + weight.num_elems * weight.trainable) * (grad_itemsize + t.itemsize)
             return [state_grads]
 
         node.backward = backward
@@ -95,21 +95,22 @@ class Head:
 
     def tokens_per_chunk(self, num_tokens: int) -> int:
         if self.loss == "chunked":
-            return max(CHUNK_LOGITS_BYTES // (4 * self.vocab) // CHUNK_MULTIPLE, 1) * CHUNK_MULTIPLE
+            return tokens_per_chunk(self.vocab, self.chunk)
         num_chunks = -(-self.vocab // self.hidden)
         return 1 << (-(-num_tokens // num_chunks) - 1).bit_length()
 
 
-def end(shape: ModelShape, loss: Loss, is_ours: bool, t: Tape, x: Tensor) -> Tensor:
+def end(shape: ModelShape, training: Training, t: Tape, x: Tensor) -> Tensor:
     """Run the end of the model on the tape: from the last block's output to the loss."""
-    is_in_tree = is_ours and shape.code == "in-tree"
+    is_in_tree = training.engine == "shardwise" and shape.code == "in-tree"
     if shape.norm == "layer":
         states = blocks.layer_norm(t, x, shape.hidden, bias=shape.norm_bias)
     else:
         states = (blocks.rms_norm if is_in_tree else blocks.llama_norm)(t, x, shape.hidden)
     del x
     # A tied weight is reduced last, with the embedding: the buffer for its gradient does not exist yet.
-    head = Head(shape.hidden, shape.vocab, loss, shape.code == "hf" and not shape.tied)
+    is_plain = shape.code == "hf" and not shape.tied
+    head = Head(shape.hidden, shape.vocab, training.loss, is_plain, training.loss_chunk)
     return head(t, states)
 
 
@@ -143,7 +144,7 @@ def _habits(shape: ModelShape, training: Training) -> Habits:
 
 @cache
 def _works(shape: ModelShape, training: Training) -> tuple[tuple[str, Work], ...]:
-    is_ours, itemsize = training.engine == "shardwise", training.formats.compute.itemsize
+    itemsize = training.formats.compute.itemsize
     units = units_of(shape, training.lora)
     # Units outside of blocks, by the last part of their path.
     leaves = {unit.path.rpartition(".")[2]: unit.name for unit in reversed(units)}
@@ -165,7 +166,7 @@ def _works(shape: ModelShape, training: Training) -> tuple[tuple[str, Work], ...
     if not block_names:
         works[ROOT] = chain([works[ROOT], first_block, *[other_block] * (shape.layers - 1)])
     # Blocks may be compiled; the model around them is not.
-    run_end = partial(end, shape, training.loss, is_ours)
+    run_end = partial(end, shape, training)
     habits = _habits(shape, replace(training, compile=False))
     works[head or LOSS] = measure(run_end, num_elems, itemsize, habits, kind="loss")
     names = {unit.name for unit in units}

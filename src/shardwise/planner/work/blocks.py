@@ -25,7 +25,8 @@ def linear(
     if not rank or name not in tape.habits.targets:
         return out
     narrow = _product(tape, x, (fan[0], rank))
-    return add(tape, out, scale(tape, _product(tape, narrow, (rank, fan[1]))))
+    wide = _product(tape, narrow, (rank, fan[1]))
+    return add(tape, out, wide if tape.habits.is_fused else scale(tape, wide))
 
 
 def _product(

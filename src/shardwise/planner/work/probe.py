@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from ...core.saved_tensors import keep, kept
 from ...core.schedule.model import ROOT
 from ...core.schedule.units import Units, find_units
-from ..training import Loss
+from ..training import Training
 from .activations import LOSS, Head, assign_to_units
 from .tape import Habits, measure
 from .work import AttentionShape, Meter, Product, Work, chain, embedding_scratch_bytes, rounded
@@ -163,10 +163,12 @@ class Counting(TorchDispatchMode, Meter):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func is torch.ops.aten.add.Tensor and not self._depth and torch._C._current_graph_task_id() != -1:
+        is_in_backward = not self._depth and torch._C._current_graph_task_id() != -1
+        if func is torch.ops.aten.add.Tensor and is_in_backward:
             # If nothing else holds a gradient, autograd adds to it in place.
             num_references = args[0]._use_count(), torch._C._storage_Use_Count(args[0].untyped_storage()._cdata)
             if num_references == _NUM_OWN_REFERENCES:
+                self.moved_bytes += 3 * args[0].nbytes
                 return args[0]
         result = func(*args, **kwargs)
         if func is _ATTENTION:
@@ -177,7 +179,7 @@ class Counting(TorchDispatchMode, Meter):
             result = torch.empty_like(like).transpose(1, 2), *result[1:]
         are_new = [self._count(tensor.untyped_storage()) for tensor in tensors_in(result)]
         self.peak = max(self.peak, self.live + _scratch_bytes(func, args, result))
-        if any(are_new) and self._depth:
+        if any(are_new) and (self._depth or is_in_backward):
             self._note(func, args, result)
         return result
 
@@ -197,6 +199,10 @@ class Counting(TorchDispatchMode, Meter):
 
     def _note(self, func: Any, args: Any, result: Any) -> None:
         if func is torch.ops.aten.empty.memory_format:
+            return
+        if not self._depth:  # a backward
+            if func not in _PRODUCTS and func is not _ATTENTION_BACKWARD:
+                self.moved_bytes += sum(part.nbytes for part in tensors_in((args, result)))
             return
         self.num_kernels += 1
         if func in _PRODUCTS:
@@ -317,16 +323,13 @@ class _Call:
 
 def probe_works(
     model: nn.Module,
+    training: Training,
     *,
-    batch: int,
-    seq: int,
-    compute: torch.dtype = torch.bfloat16,
     units: Units = "auto",
     around: Callable[[Forward], Forward] | None = None,
-    loss: Loss = "chunked",
     writes_directly: bool = True,
 ) -> dict[str, Work]:
-    """Return the same as `works_of`, for a language model that takes token ids (batch, seq).
+    """Return the same as `works_of`, for a language model that takes token ids (micro_batch, seq).
 
     `around` wraps the forward of each block, like activation checkpointing. `writes_directly`: gradients of plain
     linear layers are written directly, as by the engine."""
@@ -341,12 +344,13 @@ def probe_works(
         for param in unit.params
         for site in param.sites
     }
+    compute = training.formats.compute.torch
     model = on_meta(model, compute)
     modules = dict(model.named_modules())
     # The engine's layers write the gradients of these weights directly (core/engine/direct_gradients.py).
     plain = [part for part in modules.values() if isinstance(part, nn.Linear) and _is_plain(part)]
     stand_ins = StandIns(frozenset(part.weight for part in plain if writes_directly and part.weight.requires_grad))
-    tokens = torch.zeros(batch, seq, dtype=torch.int64, device="meta")
+    tokens = torch.zeros(training.micro_batch, training.seq, dtype=torch.int64, device="meta")
     calls = _calls_of(model, {path: modules[path] for path in (*leaves, *owners) if path}, tokens, stand_ins)
     blocks = [index for index, call in enumerate(calls) if call.path in leaves and _is_block(call.path)]
     head = calls[-1].path if isinstance(modules[calls[-1].path], nn.Linear) else None
@@ -357,7 +361,9 @@ def probe_works(
         module: Any = modules[call.path]
         if call.path == head and index == len(calls) - 1:
             habits = Habits(writes_directly, rank=0 if module.weight.requires_grad else 1)
-            projection = Head(module.in_features, module.out_features, loss, head in leaves and _is_plain(module))
+            is_plain = head in leaves and _is_plain(module)
+            sizes = module.in_features, module.out_features
+            projection = Head(*sizes, training.loss, is_plain, training.loss_chunk)
             work = measure(projection, tokens.numel() * module.in_features, compute.itemsize, habits, kind="loss")
         else:
             if call.kind not in known:

@@ -194,6 +194,8 @@ class Tape(Meter):
             self._count_saved(len(beside) + kernel.saves_result)
         sizes = [(x.num_elems, x.itemsize) if x.node else None for x in inputs]
         held = node.saved = [] if self.drops_saved else saved
+        is_elementwise = kernel.product is None and not kernel.attention_flops
+        read_bytes = [tensor.num_bytes for tensor in saves]
 
         def backward(grads: Gradients) -> list[Tensor | None]:
             grad = grads.pop()
@@ -202,6 +204,7 @@ class Tape(Meter):
             if self.habits.is_late and any(weight.is_direct and weight.trainable for weight in weights):
                 self.late += [grad.alias(), *(tensor.alias() for tensor in held)]
             found: list[Tensor | None] = []
+            num_grads = len(self.grads)
             for weight in weights:
                 if weight.trainable and not weight.is_direct:
                     self.grads.append(self.new(weight.num_elems))
@@ -209,6 +212,15 @@ class Tape(Meter):
                 is_passed = index < num_passed
                 found.append(None if size is None else grad.alias(size[0]) if is_passed else self.new(*size))
             del scratch
+            written = [tensor for tensor in found[num_passed:] if tensor is not None]
+            of_weights = self.grads[num_grads:]
+            if is_elementwise and (written or of_weights):
+                # Each gradient is computed by a kernel of its own, from one saved tensor. Compiled code has one kernel
+                # for all inputs, and one for all weights, whose sums go over the tokens.
+                reads = grad.num_bytes + (sum(read_bytes) if self.habits.is_fused else max(read_bytes, default=0))
+                kernels = [min(len(each), 1) if self.habits.is_fused else len(each) for each in (written, of_weights)]
+                self.moved_bytes += sum(kernels) * reads + sum(tensor.num_bytes for tensor in written + of_weights)
+                self.moved_bytes += 2 * kernel.scratch_bytes
             return found
 
         node.backward, out.node = backward, node
@@ -225,7 +237,7 @@ class Tape(Meter):
         if x.node:
             node = self.node((x,), len(parts))
             num_elems, itemsize = x.num_elems, x.itemsize
-            node.backward = lambda grads: [self.new(num_elems, itemsize)]
+            node.backward = lambda grads: [self._copied(num_elems, itemsize)]
             for slot, part in enumerate(parts):
                 part.node, part.slot = node, slot
         return parts
@@ -237,8 +249,12 @@ class Tape(Meter):
         if x.node:
             node = out.node = self.node((x,))
             size = (x.num_elems, x.itemsize) if is_copied_back or num_elems is not None else None
-            node.backward = lambda grads: [grads.pop() if size is None else self.new(*size)]
+            node.backward = lambda grads: [grads.pop() if size is None else self._copied(*size)]
         return out
+
+    def _copied(self, num_elems: int, itemsize: int) -> Tensor:
+        self.moved_bytes += 2 * num_elems * itemsize
+        return self.new(num_elems, itemsize)
 
     def cat(self, parts: Sequence[Tensor]) -> Tensor:
         """Concatenate in new memory. The gradients of the parts are views of the result's gradient."""
@@ -290,7 +306,10 @@ class Tape(Meter):
         old = buffer[slot]
         if old is None:
             buffer[slot] = grad
-        elif old.storage.uses > 1:
+            return
+        # Compiled code adds in the kernel that reads the sum.
+        self.moved_bytes += grad.num_bytes if self.habits.is_fused else 3 * grad.num_bytes
+        if old.storage.uses > 1:
             buffer[slot] = self.new(old.num_elems, old.itemsize)
 
     def checkpoint(self, block: Block, x: Tensor, selects: bool) -> Tensor:

@@ -47,7 +47,9 @@ class Work:
     grad_bytes: int = 0
     products: tuple[Product, ...] = ()
     attention_flops: float = 0.0
-    moved_bytes: float = 0.0  # memory traffic of the forward, without products and attention
+    # Memory traffic of the forward and of the backward (with its recompute), without products and attention.
+    moved_bytes: float = 0.0
+    backward_moved_bytes: float = 0.0
     num_kernels: int = 0
     # If gradients of weights are computed at the end of the backward: its peak until then, and the bytes that they are
     # computed from, which are alive at the end. 0: unknown.
@@ -88,19 +90,21 @@ class Meter:
         self.before = self.peak = self.live
 
     def end_forward(self, output_bytes: int, kind: Kind = "activations") -> Work:
-        """Return the work of the forward. From here on, products count as recomputed by the backward."""
+        """Return the work of the forward. From here on, products count as recomputed, and traffic as the backward's."""
         work = Work(
             self.live - output_bytes, self.peak - self.before, 0, output_bytes, 0, tuple(self.products),
-            self.attention_flops, self.moved_bytes, self.num_kernels, kind=kind,
+            self.attention_flops, self.moved_bytes, num_kernels=self.num_kernels, kind=kind,
         )  # fmt: skip
-        self.products, self.attention_flops = [], 0.0
+        self.products, self.attention_flops, self.moved_bytes = [], 0.0, 0.0
         return work
 
     def end_backward(self, forward: Work, grad_bytes: int) -> Work:
         flops = sum(product.flops for product in self.products) + self.attention_flops
         recomputed = flops / forward.flops if forward.flops else 0.0
-        peak = self.peak - self.before
-        return replace(forward, backward_peak_bytes=peak, grad_bytes=grad_bytes, recomputed=recomputed)
+        return replace(
+            forward, backward_peak_bytes=self.peak - self.before, grad_bytes=grad_bytes, recomputed=recomputed,
+            backward_moved_bytes=self.moved_bytes,
+        )  # fmt: skip
 
 
 def chain(works: Sequence[Work], input_bytes: int = 0) -> Work:
@@ -129,6 +133,7 @@ def chain(works: Sequence[Work], input_bytes: int = 0) -> Work:
         products=tuple(product for work in works for product in work.products),
         attention_flops=sum(work.attention_flops for work in works),
         moved_bytes=sum(work.moved_bytes for work in works),
+        backward_moved_bytes=sum(work.backward_moved_bytes for work in works),
         num_kernels=sum(work.num_kernels for work in works),
         recomputed=sum(work.recomputed * work.flops for work in works) / flops if flops else 0.0,
     )

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from ...base.errors import ConfigurationError, StateError
 from ..data.samples import Batch
-from ..loss import chunked_cross_entropy
+from ..loss import USUAL_CHUNKS, Chunks, chunked_cross_entropy
 
 _KEY = "_shardwise_loss_path"
 
@@ -31,13 +31,14 @@ _KEY = "_shardwise_loss_path"
 class LossPath:
     how: Literal["in-tree", "chunked", "plain"]  # the three ways at the top of this file
     isolates: bool  # documents of a row can be isolated
+    chunks: Chunks = USUAL_CHUNKS
 
 
 def loss_sum(model: Any, batch: Batch) -> Tensor:
     """Return the cross-entropy, summed over the targets of the batch, in fp32. The model is called once."""
     path = path_of(model)
     if path.how == "in-tree":
-        return model(batch.tokens, batch.targets, batch.positions, "sum")
+        return model(batch.tokens, batch.targets, batch.positions, "sum", path.chunks)
     inputs = {"input_ids": batch.tokens}
     if batch.positions is not None:
         if not path.isolates:
@@ -50,7 +51,7 @@ def loss_sum(model: Any, batch: Batch) -> Tensor:
         head = model.get_output_embeddings()
 
         def loss_of(hidden: Tensor) -> Tensor:
-            return chunked_cross_entropy(hidden, head.weight, batch.targets, reduction="sum")
+            return chunked_cross_entropy(hidden, head.weight, batch.targets, reduction="sum", chunks=path.chunks)
 
         with _forward_replaced(head, loss_of), _documents_known(batch, path):
             return model(**inputs).logits
