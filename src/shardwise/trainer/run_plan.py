@@ -38,7 +38,7 @@ from .checks import Checked
 from .compilation import Compilation, KnownBlocks, decide, gain_of, known_blocks
 from .models.build import Built
 from .models.headloss import path_of
-from .offload import strategy_of, updates_early
+from .offload import speculation_of, strategy_of, updates_early
 from .run_folder import PLAN, TRAFFIC, replace_file
 from .settings import Settings, parse_units
 
@@ -110,6 +110,7 @@ def draft(
         optimizer=settings.optimizer,
         checkpointing=settings.gradient_checkpointing,
         loss="plain" if path_of(built.model).how == "plain" else "chunked",
+        speculation=speculation_of(settings),
     )
     training = replace(training, moments=num_moments(optimizer, training.formats))
     units = tuple(find_units(built.model, parse_units(settings.units)))
@@ -199,7 +200,7 @@ def plan_of(draft: Draft, model: nn.Module) -> RunPlan:
 
 # Numbers of a strategy that are unknown without activations.
 _UNKNOWN = ("activations", "loss", "peak_active", "peak_reserved", "peak_reserved_low", "peak_reserved_high")
-_UNKNOWN_TIMES = ("step_seconds", "compute_seconds", "tokens_per_second_per_gpu", "mfu")
+_UNKNOWN_TIMES = ("step_seconds", "unclipped_step_seconds", "compute_seconds", "tokens_per_second_per_gpu", "mfu")
 
 
 def write_plan(folder: Path, planned: RunPlan, first_step: int) -> None:
