@@ -6,6 +6,7 @@ parameters; during an update they hold this rank's parts instead: views of the m
 
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from copy import deepcopy
 from typing import Any, NoReturn, Protocol, overload
 
 import torch
@@ -274,9 +275,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """The present settings for every part of a parameter."""
         found: dict[Tensor, dict[str, Any]] = {}
         for group, shards in zip(self.inner.param_groups, shard_groups(self.inner), strict=True):
-            # A scheduler may change a tensor in place before the update runs.
+            # A tensor, or a list of betas, may be changed in place before the update runs.
             now = {key: value.clone() if isinstance(value, Tensor) else value for key, value in group.items()}
             del now["params"]
+            now |= {key: deepcopy(value) for key, value in now.items() if isinstance(value, (list, tuple))}
             found |= dict.fromkeys(shards, now)
         return found
 
