@@ -15,8 +15,8 @@ from tests.architecture.source import PACKAGE, trees
 # and codecs are prepared once instead of in every step, reduction slots have the size of their unit, host updates run
 # before the gradients' norm is known, the trainer decides whether to compile (trainer/compilation.py), and Hugging Face
 # models get fused parts (trainer/models/fused_parts.py). The choice of spare host memory moved to core, because engine
-# and planner share it (core/schedule/state_bytes.py).
-MAX_LINES = {"core/": 10_170, "": 40_360}
+# and planner share it (core/schedule/state_bytes.py), and state on disk may be updated before the norm, too.
+MAX_LINES = {"core/": 10_190, "": 40_360}
 MAX_FILES = 219
 MAX_FILE_LINES = 500
 MIN_FILE_LINES = 40

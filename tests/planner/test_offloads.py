@@ -309,7 +309,7 @@ def test_a_size_that_cannot_be_used_does_not_fit() -> None:
     refused: dict[str, dict[str, Any]] = {
         "900,000,000,000 bytes, and the host has": {"speculation": "900GB"},
         "5 bytes, and the update of the smallest unit needs": {"speculation": 5},
-        "no state of one of torch's own optimizers": {"speculation": "20GB", "optimizer": "adamw8bit"},
+        "no state that can be updated ahead": {"speculation": "20GB", "optimizer": "adamw8bit"},
     }
     for words, sizes in refused.items():
         found = costed("zero2_offload", **sizes)
@@ -323,14 +323,32 @@ def test_a_size_that_cannot_be_used_does_not_fit() -> None:
         Training(speculation="much")
 
 
+def test_on_disk_only_a_requested_size_is_taken() -> None:
+    """12 bytes for each parameter there, 2 on the host. The disk must have them, and updates begin in the backward."""
+    strategy, num_params = "zero3_offload+optimizer=disk", 20 * 202.4e6
+    none, auto, spare = (costed(strategy, speculation=size, seq=32768) for size in (0, "auto", "80GB"))
+    assert (auto.spare_bytes, auto.unclipped_s) == (0, None)
+    assert spare.disk_bytes - none.disk_bytes == pytest.approx(12 * num_params, rel=0.01)
+    assert spare.host_bytes - none.host_bytes == pytest.approx(2 * num_params, rel=0.01)
+    assert spare.spare_bytes == spare.disk_bytes - none.disk_bytes + spare.host_bytes - none.host_bytes
+    assert spare.step_s == none.step_s
+    assert spare.unclipped_s is not None
+    backward_s = sum(span.end_s - span.begin_s for span in none.timing.spans if span.name.startswith("backward"))
+    assert 0.5 * backward_s < none.step_s - spare.unclipped_s < backward_s
+    full = h200()
+    full = replace(full, cluster=replace(full.cluster, disk_bytes=spare.disk_bytes - 1))
+    assert "on the disk of each node" in costed(strategy, full, speculation="80GB", seq=32768).why_not
+    assert "can be updated ahead" in costed("zero3_nvme", speculation="80GB").why_not
+
+
 def test_spare_memory_is_told() -> None:
     found = plan(SHAPE_4B, h200(), strategy="zero2_offload", **STEP_4B)
     assert isinstance(found, Plan)
     [entry] = found.found
     [row] = plan_as_json(found)["strategies"]
     assert (row["spare_bytes"], row["unclipped_step_seconds"]) == (entry.spare_bytes, entry.unclipped_s)
-    assert f"{entry.spare_bytes / GB:,.1f} of it spare" in found.why
-    assert f"{entry.spare_bytes / GB:,.1f} of it spare" in str(found)
+    assert f"{entry.spare_bytes / GB:,.1f} GB of it are spare" in found.why
+    assert f"{entry.spare_bytes / GB:,.1f} GB of it spare" in str(found)
     terms = {row["term"]: row for row in plan_as_json(found)["explain"]}
     assert f"{entry.spare_bytes / GB:,.1f} GB for updates before" in terms["host"]["formula"]
     shown = table(plan_as_json(found))

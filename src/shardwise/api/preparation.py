@@ -132,7 +132,7 @@ def prepare(request: Request) -> Prepared:
         ahead = [number for number, optimizer in enumerate(optimizers) if may_run_ahead(optimizer)]
         why = "early_update=True, which does not clip" if request.early_update else ""
         if not any(flat.may_update_ahead and flat.optimizer in ahead for flat in trained):
-            why = "no state of one of torch's own optimizers in host memory"
+            why = "no state off the device that can be updated ahead (docs/offload.md)"
         if why:
             raise ConfigurationError(f"speculation={request.speculation!r} with {why}: leave it out")
     if any(param.is_meta for param in names) and request.seed is None:

@@ -119,7 +119,7 @@ def shard(
     speculation: host memory of each rank, in bytes or as "8GB", in which updates on the host are computed before the
         norm of all gradients is known. They count if clip_grad_norm clips nothing; otherwise they are computed again,
         so results are the same. "auto" is half of the free memory if the device is a GPU and no activations are
-        offloaded. 0 turns it off.
+        offloaded. 0 turns it off. A size includes space on disk, for state there.
     """
     world = everyone()
     whole_numbers = {"node_size": node_size, "memory_budget": memory_budget, "seed": seed}
@@ -182,7 +182,7 @@ def _shard(world: Channel, plan: Prepared) -> list[ShardedOptimizer]:
         sharded.append(ShardedOptimizer(each, engine, own, reduce, scaler, early, on_host, skip))
     if request.early_update:
         engine.reductions.update_early = sharded[0].update_early
-    if host.spare_bytes:
+    if spared:
         engine.reductions.update_ahead = [each.update_ahead for each in sharded]
     engine.reductions.settings = partial(settings_number, request.optimizers)
 

@@ -183,7 +183,7 @@ class Assessment:
 
     @property
     def _rank_host_bytes(self) -> int:
-        return self.memory.host_bytes + self.spares.num_bytes
+        return self.memory.host_bytes + self.spares.host_bytes
 
     @property
     def is_tight(self) -> bool:
@@ -203,16 +203,17 @@ class Assessment:
 
     @property
     def host_bytes(self) -> int:
-        """Host memory of a node, `spare_bytes` of it for updates before the norm."""
+        """Host memory of a node, with what is spare for updates before the norm."""
         return self._rank_host_bytes * self.machine.cluster.node_size
 
     @property
     def spare_bytes(self) -> int:
-        return self.spares.num_bytes * self.machine.cluster.node_size
+        """The spare part of `host_bytes` and `disk_bytes`."""
+        return (self.spares.host_bytes + self.spares.disk_bytes) * self.machine.cluster.node_size
 
     @property
     def disk_bytes(self) -> int:
-        return self.memory.off_device.disk * self.machine.cluster.node_size
+        return (self.memory.off_device.disk + self.spares.disk_bytes) * self.machine.cluster.node_size
 
     @property
     def fits(self) -> bool:

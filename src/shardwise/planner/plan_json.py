@@ -111,7 +111,7 @@ def _row(entry: Assessment | StatesRow) -> Json:
         },
         "peak": _peak(peak),
         "host_bytes": entry.host_bytes,
-        "spare_bytes": 0,  # of the host's
+        "spare_bytes": 0,  # of those of host and disk
         "disk_bytes": entry.disk_bytes,
         "optimizer_part_on_device": entry.part_on_device,
         "traffic_bytes": {
@@ -245,6 +245,6 @@ def _on_host(entry: Assessment) -> str:
         "windows that an optimizer on disk comes through": away.windows,
         "parameters read ahead from disk": away.staged,
         "activations": entry.memory.activation_bytes,
-        "for updates before the gradients' norm is known": entry.spares.num_bytes,
+        "for updates before the gradients' norm is known": entry.spares.host_bytes,
     }
     return "; ".join(f"{size * gb:,.1f} GB {name}" for name, size in parts.items() if size)

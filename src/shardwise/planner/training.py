@@ -54,7 +54,7 @@ class Training:
     loss: Loss = "chunked"
     engine: EngineName = "shardwise"
     moments: float | None = None  # replaces the value in `MOMENTS`, for another optimizer
-    speculation: int | str = AUTO  # host memory of a rank for updates before the gradients' norm is known
+    speculation: int | str = AUTO  # memory of a rank for updates before the gradients' norm is known
 
     def __post_init__(self) -> None:
         for why in self._problems():

@@ -147,11 +147,11 @@ class Strategy:
 
     @property
     def spare(self) -> str:
-        """The time of a step that is not clipped, and the spare host memory for updates before the norm."""
+        """The time of a step that is not clipped, and the spare memory for updates before the norm."""
         if self.unclipped_s is None:
             return ""
         spare, step = size(self.amount("spare_bytes")), seconds(self.unclipped_s)
-        return f"{step} a step if nothing is clipped, as {spare} of the host's memory are spare"
+        return f"{step} a step if nothing is clipped, with {spare} of spare memory for updates"
 
     @property
     def layout(self) -> str:

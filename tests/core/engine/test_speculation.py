@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 import shardwise as sw
 from shardwise.core.engine.guards import engine_of
+from shardwise.core.schedule import state_bytes
 from tests.core.engine.test_offload import Make, Stack, Whole, is_same, loss_of
 from tests.core.optim.test_optimizers import OPTIMIZERS
 from tests.harness import Pool
@@ -33,6 +34,14 @@ SPECIAL_STEP = 3
 NUM_STEPS = 6
 ONE_UNIT = {"units": ["Branches"]}
 ON_HOST = ["zero2_offload", "zero3_offload", "ddp+optimizer=host:0.5", "zero3+optimizer=host"]
+ON_DISK = ["zero2+optimizer=disk", "zero3+params=host+optimizer=disk", "zero3+optimizer=disk+grads=host"]
+CASES_ON_DISK = [
+    "nothing special", "clipped", "clipped twice", "another norm", "another rate", "weights are read",
+    "weights are written", "gradients are written", "saved and loaded", "an older checkpoint is loaded",
+    "an evaluation", "forgotten", "no step", "a second backward", "a backward that fails", "micro-batches are added",
+    "infinite", "infinite and skipped", "fp16 that overflows", "bf16", "bf16, clipped", "pure bf16",
+    "unused by one rank",
+]  # fmt: skip
 
 Act = Callable[[nn.Module, Any], Any]
 
@@ -395,10 +404,29 @@ def test_no_bit_changes(run_ranks: Pool, strategy: str, world: int) -> None:
         assert "\n".join(found) == ""
 
 
+@pytest.mark.quick("zero2+optimizer=disk")
+@pytest.mark.parametrize("strategy", ON_DISK)
+def test_no_bit_changes_on_disk(run_ranks: Pool, strategy: str) -> None:
+    """With chunks that are shorter than a flat."""
+    for found in run_ranks(2, in_chunks, CASES_ON_DISK, [strategy], adamw):
+        assert "\n".join(found) == ""
+
+
+def in_chunks(*args: Any) -> list[str]:
+    before = state_bytes.CHUNK_ELEMS
+    state_bytes.CHUNK_ELEMS = 300
+    try:
+        return complaints(*args)
+    finally:
+        state_bytes.CHUNK_ELEMS = before
+
+
 @pytest.mark.parametrize("name", ["AdamW", "AdamW fused", "AdamW maximize", "Adam", "SGD momentum", "Adagrad", "NAdam"])
 def test_any_optimizer(run_ranks: Pool, name: str) -> None:
     cases = ["nothing special", "clipped", "state is read", "another rate", "infinite"]
     for found in run_ranks(2, complaints, cases, ["zero2_offload", "zero3_offload"], OPTIMIZERS[name]):
+        assert "\n".join(found) == ""
+    for found in run_ranks(2, in_chunks, ["nothing special", "clipped"], ["zero2+optimizer=disk"], OPTIMIZERS[name]):
         assert "\n".join(found) == ""
 
 
@@ -479,7 +507,7 @@ def test_loops(run_ranks: Pool, loop: Callable[[int], tuple[list[Any], int]]) ->
 
 def at_random(speculation: int, seed: int = 0, strategy: str = "") -> tuple[list[Any], int]:
     """Nothing waits for the host here: it has computed ahead what it happens to have, on each rank something else."""
-    model, optimizer = shard(Stack(), speculation, strategy)
+    model, optimizer = shard(Stack(), speculation, strategy, **disk_for(strategy))
     draws, pauses, values = random.Random(seed), random.Random(dist.get_rank()), list[Any]()
     for step in range(100):
         loss = loss_of(model, step)
@@ -502,7 +530,7 @@ def at_random(speculation: int, seed: int = 0, strategy: str = "") -> tuple[list
 
 
 @pytest.mark.parametrize("seed", [0, 1])
-@pytest.mark.parametrize("strategy", ["zero2_offload", "zero3_offload"])
+@pytest.mark.parametrize("strategy", ["zero2_offload", "zero3_offload", "zero3+params=host+optimizer=disk"])
 def test_loops_at_random(run_ranks: Pool, strategy: str, seed: int) -> None:
     assert run_ranks(2, loops_that_differ, partial(at_random, seed=seed, strategy=strategy)) == ["", ""]
 
@@ -621,7 +649,8 @@ def refusal(strategy: str, options: dict[str, Any]) -> str:
         ("zero2_offload", {"speculation": "much"}, ["much"]),
         ("zero2_offload", {"speculation": True}, ["True"]),
         ("zero2_offload", {"speculation": "1GB", "early_update": True}, ["1GB", "early_update"]),
-        ("zero2", {"speculation": "1GB"}, ["1GB", "host memory"]),
+        ("zero2", {"speculation": "1GB"}, ["1GB", "off the device"]),
+        ("zero3_nvme", {"speculation": "1GB", "disk_path": "/tmp"}, ["1GB", "updated ahead"]),
     ],
 )
 def test_refused_on_every_rank(run_ranks: Pool, strategy: str, options: dict[str, Any], words: list[str]) -> None:

@@ -195,7 +195,7 @@ class HostJobs:
         is_decided = job.is_decided
         with record_function(f"shardwise::host update {update.state.unit_name}"):
             if not is_decided and spare is not None:
-                update.run_ahead(spare)
+                update.run(1.0, self._read_ahead, spare)
             else:
                 factor = 1.0 if job.clip is None else job.clip.read()[0]
                 if spare is not None and job.has_results and factor == 1.0:
@@ -216,8 +216,10 @@ class HostJobs:
             self._changed.notify_all()
 
     def _read_ahead(self) -> None:
+        """Read state for the next jobs. One that may be dropped, or has its results, would not take what was read."""
         with self._changed:
-            left = sorted(self._waiting, key=lambda job: (not has_passed(job.arrived), job.urgency))
+            left = [job for job in self._waiting if job.is_given and not job.has_results]
+        left.sort(key=lambda job: (not has_passed(job.arrived), job.urgency))
         for job in left[:NUM_AHEAD]:
             job.update.ask()
 

@@ -131,10 +131,12 @@ def host_pieces(flat: Flat, num_rows: float) -> Iterator[int]:
         yield num_elems * dtype.itemsize
 
 
-def spare_pieces(flat: Flat, num_rows: int) -> list[int]:
-    """Sizes of the memory into which a flat can be updated ahead of the step: as its rows, and its updated weights."""
-    rows = [flat.num_master * flat.master.itemsize] * (1 + num_rows)
-    return [*rows, flat.num_master * flat.compute.itemsize] if flat.updates_copy else rows
+def spare_bytes(flat: Flat, num_rows: int) -> tuple[int, int]:
+    """Bytes of spare host memory, and on disk, for an update ahead of the step: for rows and updated weights."""
+    on_host = [flat.num_master * flat.compute.itemsize] * flat.updates_copy
+    if flat.master_on == "disk":
+        return padded_bytes(on_host), padded_bytes(record_bytes(flat, chunk, num_rows) for chunk in chunks_of(flat))
+    return padded_bytes(on_host + [flat.num_master * flat.master.itemsize] * (1 + num_rows)), 0
 
 
 class Spares(NamedTuple):
@@ -142,7 +144,8 @@ class Spares(NamedTuple):
     size share the memory. `why_not`: why the requested size cannot be used; empty if it can."""
 
     flats: tuple[tuple[int, Flat], ...] = ()
-    num_bytes: int = 0
+    host_bytes: int = 0
+    disk_bytes: int = 0
     why_not: str = ""
 
 
@@ -154,9 +157,9 @@ def spares_of(
     is_gpu: bool,
     optimizers: Container[int] = (0,),
 ) -> Spares:
-    """Choose the flats that get spare memory: those whose gradients come first in a backward. `speculation`: its bytes,
-    or None for half of what this rank's share of the host, `host_bytes`, has left next to the arena. `optimizers`: the
-    numbers of those whose updates can run ahead."""
+    """Choose the flats that get spare memory: those whose gradients come first in a backward. `speculation`: its bytes
+    on host and disk together, or None for half of what this rank's share of the host, `host_bytes`, has left next to
+    the arena, and nothing on disk. `optimizers`: the numbers of those whose updates can run ahead."""
     units = schedule.units
     all_flats = [(at, flat) for at in schedule.reduce_order for flat in units[at].flats if flat.host_updates]
     flats = [(at, flat) for at, flat in all_flats if flat.may_update_ahead and flat.optimizer in optimizers]
@@ -165,22 +168,23 @@ def spares_of(
     if speculation == 0 or not all_flats or (speculation is None and is_off):
         return Spares()
     left = max(host_bytes - off_device([unit.flats for unit in units], num_rows).host, 0)
-    budget, total, found = left // 2 if speculation is None else speculation, 0, []
-    sizes = [padded_bytes(spare_pieces(flat, num_rows)) for _, flat in flats]
-    for each, num_bytes in zip(flats, sizes, strict=True):
-        if total + num_bytes <= budget:
+    budget, on_host, on_disk, found = left // 2 if speculation is None else speculation, 0, 0, []
+    sizes = [spare_bytes(flat, num_rows) for _, flat in flats]
+    for each, (host, disk) in zip(flats, sizes, strict=True):
+        fits = on_host + host <= left and on_host + host + on_disk + disk <= budget
+        if fits and not (disk and speculation is None):
             found.append(each)
-            total += num_bytes
+            on_host, on_disk = on_host + host, on_disk + disk
     why_not = ""
     if not flats:
-        why_not = "no state of one of torch's own optimizers is in host memory: leave it out"
-    elif budget > left:
+        why_not = "no state that can be updated ahead is off the device (docs/offload.md): leave it out"
+    elif budget > left and not any(disk for _, disk in sizes):
         why_not = f"the host has {left:,} for each rank next to its offloaded state: give less, or 0 for none"
     elif not found:
-        why_not = f"the update of the smallest unit needs {min(sizes):,}: give more, or 0 for none"
+        why_not = f"the update of the smallest unit needs {min(map(sum, sizes)):,}: give more, or 0 for none"
     if speculation is not None and why_not:
         return Spares(why_not=f"speculation is {speculation:,} bytes, and {why_not}")
-    return Spares(tuple(found), total)
+    return Spares(tuple(found), on_host, on_disk)
 
 
 def disk_pieces(flat: Flat, num_rows: float) -> Iterator[int]:
