@@ -13,8 +13,8 @@ from shardwise.version import VERSION
 CLASSES = ["params", "grads", "optimizer", "activations", "gathered", "reduce", "loss"]
 TOP = {"version", "model", "cluster", "training", "strategies", "recommended", "why", "explain"}
 STRATEGY = {
-    "name", "layout", "fits", "why_not", "per_gpu_bytes", "host_bytes", "disk_bytes", "traffic_bytes", "step_seconds",
-    "tokens_per_second_per_gpu", "mfu",
+    "name", "layout", "fits", "why_not", "per_gpu_bytes", "host_bytes", "spare_bytes", "disk_bytes", "traffic_bytes",
+    "step_seconds", "unclipped_step_seconds", "tokens_per_second_per_gpu", "mfu",
 }  # fmt: skip
 BESIDE = {
     "strategy", "exact", "tight", "micro_batch", "num_micro_batches", "checkpointing", "peak", "instants", "timeline",

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from shardwise.base.errors import ConfigurationError
 from shardwise.core.layout import PRESETS, layouts_for
 from shardwise.planner.assess import Assessment, Assessor, Machine
 from shardwise.planner.hardware.cluster import make_cluster
@@ -14,6 +15,7 @@ from shardwise.planner.search import MODES, TIE, Choice, choices, has_room, stra
 from shardwise.planner.shapes.shape import ModelShape, StatesOnly
 from shardwise.planner.subject import subject_of
 from shardwise.planner.training import Training
+from shardwise.report.table import table
 from tests.cli.asking import Asker
 from tests.planner.planning import GB, MANY, assessed, choice_of, machine
 
@@ -74,8 +76,8 @@ def test_what_leaves_saves() -> None:
     assert 8.1 * GB < peaks[2] < 14 * GB
     assert peaks[3] < 6 * GB
     # 12 bytes of masters and moments, 4 of gradients, 2 of weights.
-    assert costed("zero2_offload").host_bytes == pytest.approx(18 * 20 * 202.4e6, rel=0.01)
-    assert costed("zero3_offload").host_bytes == pytest.approx(18 * 20 * 202.4e6, rel=0.01)
+    for strategy in ("zero2_offload", "zero3_offload"):
+        assert costed(strategy, speculation=0).host_bytes == pytest.approx(18 * 20 * 202.4e6, rel=0.01)
 
 
 def test_on_disk_the_host_holds_gradients_and_what_passes_through() -> None:
@@ -271,6 +273,87 @@ def test_activations_go_to_the_host_where_that_is_faster_than_computing_them_aga
     assert best.training.checkpointing == "none"
     assert best.tokens_per_s > usual.tokens_per_s * (1 + TIE)
     assert best.host_bytes == best.memory.activation_bytes * 2
+
+
+# ---------------------------------------------------------------------------------------------------------
+# spare memory for updates before the norm
+
+
+def test_spare_memory_is_half_of_what_is_free() -> None:
+    """14 bytes for each parameter that can be updated ahead, unless half of the free memory holds less."""
+    none, auto, tight = (
+        costed("zero2_offload", h200(host_memory=host), speculation=size)
+        for host, size in ((256 * GIB, 0), (256 * GIB, "auto"), (100 * GIB, "auto"))
+    )
+    assert (none.spare_bytes, none.unclipped_s) == (0, None)
+    assert auto.spare_bytes == pytest.approx(14 * 20 * 202.4e6, rel=0.01)
+    assert auto.host_bytes == none.host_bytes + auto.spare_bytes
+    left = 0.9 * 100 * GIB - none.host_bytes
+    assert 0.9 * left < 2 * tight.spare_bytes <= left
+    assert tight.step_s == auto.step_s
+    assert auto.unclipped_s is not None
+    assert tight.unclipped_s is not None
+    assert auto.unclipped_s < tight.unclipped_s < tight.step_s
+
+
+def test_unless_something_is_clipped_the_host_updates_during_the_backward() -> None:
+    """As with updates that need no norm."""
+    found = costed("zero2_offload", h200(host_memory=256 * GIB))
+    early = replace(found, clips=False)
+    assert found.unclipped_s == pytest.approx(early.step_s, rel=0.02)
+    assert (early.spare_bytes, early.unclipped_s) == (0, None)
+
+
+def test_a_size_that_cannot_be_used_does_not_fit() -> None:
+    assert costed("zero2_offload", speculation="20GB").spare_bytes == pytest.approx(20e9, rel=0.2)
+    refused: dict[str, dict[str, Any]] = {
+        "900,000,000,000 bytes, and the host has": {"speculation": "900GB"},
+        "5 bytes, and the update of the smallest unit needs": {"speculation": 5},
+        "no state that can be updated ahead": {"speculation": "20GB", "optimizer": "adamw8bit"},
+    }
+    for words, sizes in refused.items():
+        found = costed("zero2_offload", **sizes)
+        assert not found.fits
+        assert words in found.why_not
+    assert costed("zero2", speculation="20GB").fits  # nothing there is updated by the host
+    # It is part of the host memory that must be there.
+    assert costed("zero2_offload+activations=host", seq=10**5).fits
+    assert "on the host of each node" in costed("zero2_offload+activations=host", speculation="40GB", seq=10**5).why_not
+    with pytest.raises(ConfigurationError, match="much"):
+        Training(speculation="much")
+
+
+def test_on_disk_only_a_requested_size_is_taken() -> None:
+    """12 bytes for each parameter there, 2 on the host. The disk must have them, and updates begin in the backward."""
+    strategy, num_params = "zero3_offload+optimizer=disk", 20 * 202.4e6
+    none, auto, spare = (costed(strategy, speculation=size, seq=32768) for size in (0, "auto", "80GB"))
+    assert (auto.spare_bytes, auto.unclipped_s) == (0, None)
+    assert spare.disk_bytes - none.disk_bytes == pytest.approx(12 * num_params, rel=0.01)
+    assert spare.host_bytes - none.host_bytes == pytest.approx(2 * num_params, rel=0.01)
+    assert spare.spare_bytes == spare.disk_bytes - none.disk_bytes + spare.host_bytes - none.host_bytes
+    assert spare.step_s == none.step_s
+    assert spare.unclipped_s is not None
+    backward_s = sum(span.end_s - span.begin_s for span in none.timing.spans if span.name.startswith("backward"))
+    assert 0.5 * backward_s < none.step_s - spare.unclipped_s < backward_s
+    full = h200()
+    full = replace(full, cluster=replace(full.cluster, disk_bytes=spare.disk_bytes - 1))
+    assert "on the disk of each node" in costed(strategy, full, speculation="80GB", seq=32768).why_not
+    assert "can be updated ahead" in costed("zero3_nvme", speculation="80GB").why_not
+
+
+def test_spare_memory_is_told() -> None:
+    found = plan(SHAPE_4B, h200(), strategy="zero2_offload", **STEP_4B)
+    assert isinstance(found, Plan)
+    [entry] = found.found
+    [row] = plan_as_json(found)["strategies"]
+    assert (row["spare_bytes"], row["unclipped_step_seconds"]) == (entry.spare_bytes, entry.unclipped_s)
+    assert f"{entry.spare_bytes / GB:,.1f} GB of it are spare" in found.why
+    assert f"{entry.spare_bytes / GB:,.1f} GB of it spare" in str(found)
+    terms = {row["term"]: row for row in plan_as_json(found)["explain"]}
+    assert f"{entry.spare_bytes / GB:,.1f} GB for updates before" in terms["host"]["formula"]
+    shown = table(plan_as_json(found))
+    assert "unclipped" in shown
+    assert "if nothing is clipped" in shown
 
 
 # ---------------------------------------------------------------------------------------------------------

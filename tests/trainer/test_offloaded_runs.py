@@ -76,6 +76,17 @@ def test_what_is_planned_is_seen_and_told(run_ranks: Pool, tmp_path: Path) -> No
     assert set(moved["moves"]["seen"]) == {"read", "to_device", "to_host", "write"}
 
 
+def test_spare_memory_is_planned(run_ranks: Pool, tmp_path: Path) -> None:
+    """The planner and the engine take it for the same flats."""
+    settings = settings_for(tmp_path / "run", strategy="zero2-offload", precision="bf16", speculation="1.5MB")
+    assert train(run_ranks, 2, settings) == 0
+    [row] = json.loads((tmp_path / "run/plan.json").read_text())["strategies"]
+    assert 0 < row["off_device"]["spare_bytes"] <= 1.5e6
+    assert row["spare_bytes"] == 2 * row["off_device"]["spare_bytes"]
+    assert row["host_bytes"] == 2 * row["off_device"]["host_bytes"]
+    assert row["unclipped_step_seconds"] <= row["step_seconds"]
+
+
 @pytest.mark.slow
 def test_without_clipping_the_host_updates_inside_the_backward(run_ranks: Pool, tmp_path: Path) -> None:
     changes: dict[str, Any] = {"strategy": "zero2", "max_grad_norm": 0.0, "gradient_accumulation_steps": 2}

@@ -17,7 +17,7 @@ from ..base.dtypes import FP32
 from ..base.errors import ConfigurationError, StateError
 from ..core.engine.guards import find_engine
 from ..core.engine.rank_agreement import Facts
-from ..core.layout import AUTO, Layout, Strategy, layouts_for
+from ..core.layout import Layout, Strategy, layouts_for
 from ..core.mesh import Axes, device
 from ..core.optim.groups import optimizer_of_each
 from ..core.optim.host_updates import is_eight_bit, may_run_ahead
@@ -30,10 +30,9 @@ from ..core.schedule.units import Units, find_units
 from ..core.unit.user_parameter import place_of
 from ..planner.assess import Machine
 from ..planner.auto import AutoRequest, Batch, choose
-from ..planner.hardware.cluster import bytes_of
 from ..planner.planning import Plan
 from ..planner.search import changes_after_auto
-from ..planner.training import Training
+from ..planner.training import Training, num_bytes_of
 from ..version import VERSION
 from .casts import fp32_patterns
 
@@ -97,7 +96,7 @@ def prepare(request: Request) -> Prepared:
         numbers = batch if isinstance(batch, tuple) else (1, 1)
         sizes: dict[str, Any] = dict(zip(("micro_batch", "seq", "num_micro_batches"), numbers, strict=False))
         moments = max((num_moments(each, precision) for each in optimizers), default=0)
-        training = Training(precision=precision, moments=moments, **sizes)
+        training = Training(precision=precision, moments=moments, speculation=request.speculation, **sizes)
         auto = AutoRequest(training, batch, request.units, request.memory_budget, keep_fp32, moves, request.disk_path)
         chosen = choose(model, specs, auto, request.machine)
     best = None if chosen is None else chosen.recommended
@@ -134,7 +133,7 @@ def prepare(request: Request) -> Prepared:
         ahead = [number for number, optimizer in enumerate(optimizers) if may_run_ahead(optimizer)]
         why = "early_update=True, which does not clip" if request.early_update else ""
         if not any(flat.may_update_ahead and flat.optimizer in ahead for flat in trained):
-            why = "no state of one of torch's own optimizers in host memory"
+            why = "no state off the device that can be updated ahead (docs/offload.md)"
         if why:
             raise ConfigurationError(f"speculation={request.speculation!r} with {why}: leave it out")
     if any(param.is_meta for param in names) and request.seed is None:
@@ -155,16 +154,6 @@ def prepare(request: Request) -> Prepared:
     ]
     facts += [] if optimizers else [("the optimizer", "None")]
     return Prepared(request, specs, schedule, chosen, keep_fp32, row_names, unoptimized, facts)
-
-
-def num_bytes_of(speculation: int | str) -> int:
-    """The bytes that `speculation` names; 0 for "auto"."""
-    if isinstance(speculation, str):
-        is_number = speculation not in (AUTO, "0")
-        return bytes_of(speculation, "speculation") if is_number else 0
-    if type(speculation) not in (int, bool) or speculation is True or speculation < 0:
-        raise ConfigurationError(f"speculation={speculation!r}: give 'auto', bytes as in 8_000_000_000 or '8GB', or 0")
-    return speculation
 
 
 def _layouts_as_named(request: Request, specs: list[UnitSpec]) -> list[Layout]:

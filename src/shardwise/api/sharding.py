@@ -30,16 +30,17 @@ from ..core.optim.host_updates import HostUpdates, may_run_ahead
 from ..core.optim.sharded_optimizer import ShardedOptimizer
 from ..core.precision import Precision, precision_of
 from ..core.schedule.flat import Flat
-from ..core.schedule.state_bytes import off_device, padded_bytes, spare_pieces, spared_flats
+from ..core.schedule.state_bytes import HOST_SHARE, spares_of
 from ..core.schedule.units import Units
 from ..core.wire.collectives import Channel, exchange
 from ..planner.auto import Batch, host_bytes_here, machine_here
 from ..planner.planning import Plan
 from ..planner.search import changes_after_auto
+from ..planner.training import num_bytes_of
 from .building import build_units
 from .casts import install_casts
 from .full_weights import serve_save_pretrained
-from .preparation import Prepared, Request, num_bytes_of, prepare
+from .preparation import Prepared, Request, prepare
 from .sharded_model import describe
 
 logger = logging.getLogger("shardwise")
@@ -118,7 +119,7 @@ def shard(
     speculation: host memory of each rank, in bytes or as "8GB", in which updates on the host are computed before the
         norm of all gradients is known. They count if clip_grad_norm clips nothing; otherwise they are computed again,
         so results are the same. "auto" is half of the free memory if the device is a GPU and no activations are
-        offloaded. 0 turns it off.
+        offloaded. 0 turns it off. A size includes space on disk, for state there.
     """
     world = everyone()
     whole_numbers = {"node_size": node_size, "memory_budget": memory_budget, "seed": seed}
@@ -156,7 +157,7 @@ def _shard(world: Channel, plan: Prepared) -> list[ShardedOptimizer]:
     pin = mesh.device.type == "cuda"
     # Measured before any rank takes its part.
     free_bytes = min(exchange(world, host_bytes_here() // num_local_ranks()))
-    spared = all_or_none(world, lambda: _spared(plan, flats, len(row_names), free_bytes))
+    spared = all_or_none(world, lambda: _spared(plan, len(row_names), free_bytes))
     host = all_or_none(world, lambda: HostMemory(flats, row_names, request.disk_path, pin, spared))
     units, places = build_units(model, plan.specs, plan.schedule, mesh.device, request.seed, host)
     scaler = LossScaler(mesh.device) if request.precision.loss_scaling else None
@@ -181,7 +182,7 @@ def _shard(world: Channel, plan: Prepared) -> list[ShardedOptimizer]:
         sharded.append(ShardedOptimizer(each, engine, own, reduce, scaler, early, on_host, skip))
     if request.early_update:
         engine.reductions.update_early = sharded[0].update_early
-    if host.spare_bytes:
+    if spared:
         engine.reductions.update_ahead = [each.update_ahead for each in sharded]
     engine.reductions.settings = partial(settings_number, request.optimizers)
 
@@ -196,31 +197,16 @@ def _shard(world: Channel, plan: Prepared) -> list[ShardedOptimizer]:
     return sharded
 
 
-def _spared(plan: Prepared, units: Sequence[Sequence[Flat]], num_rows: int, free_bytes: int) -> list[Flat]:
-    """The flats for which spare memory is taken: those whose gradients come first in a backward, within the budget."""
-    request, order = plan.request, plan.schedule.reduce_order
+def _spared(plan: Prepared, num_rows: int, free_bytes: int) -> list[Flat]:
+    """The flats for which spare memory is taken."""
+    request = plan.request
     ahead = [number for number, optimizer in enumerate(request.optimizers) if may_run_ahead(optimizer)]
-    flats = [flat for at in order for flat in units[at] if flat.may_update_ahead and flat.optimizer in ahead]
-    is_automatic = request.speculation == AUTO
-    # Offloaded activations take host memory later, and nobody knows yet how much.
-    takes_more = any(unit.layout.activations_on == "host" for unit in plan.schedule.units)
-    if request.early_update or not flats or (is_automatic and (takes_more or device().type != "cuda")):
-        return []
-    left = max(free_bytes - off_device(units, num_rows).host, 0)
-    budget = left // 2 if is_automatic else num_bytes_of(request.speculation)
-    if budget > left:
-        raise ConfigurationError(
-            f"speculation={request.speculation!r} is {budget:,} bytes, and the host has {left:,} for each rank besides "
-            "its offloaded state: give less, or 0 to turn it off"
-        )
-    spared = spared_flats(flats, num_rows, budget)
-    if budget and not spared and not is_automatic:
-        least = min(padded_bytes(spare_pieces(flat, num_rows)) for flat in flats)
-        raise ConfigurationError(
-            f"speculation={request.speculation!r} is {budget:,} bytes, and the update of the smallest unit needs "
-            f"{least:,}: give more, or 0 to turn it off"
-        )
-    return spared
+    size = 0 if request.early_update else num_bytes_of(request.speculation)
+    host_bytes, is_gpu = round(HOST_SHARE * free_bytes), device().type == "cuda"
+    spares = spares_of(plan.schedule, num_rows, size, host_bytes, is_gpu, ahead)
+    if spares.why_not:
+        raise ConfigurationError(spares.why_not)
+    return [flat for _, flat in spares.flats]
 
 
 def _warn(plan: Prepared, world_size: int) -> None:

@@ -40,6 +40,7 @@ def plan(
     compiled: bool = False,
     loss: str = "chunked",
     engine: str = "shardwise",
+    speculation: str = "auto",
     strategy: str | None = None,
     search: bool = True,
     tokens: str | None = None,
@@ -81,6 +82,7 @@ def plan(
         compile=compiled,
         loss=loss,
         engine=engine,
+        speculation=speculation,
     )
     answer = plan_as_json(made, None if tokens is None else _num_tokens(tokens))
     if as_json:

@@ -4,6 +4,7 @@ Everything is derived from the schedule that the engine would execute. Equal blo
 no cost depends on their names.
 """
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import cached_property
@@ -12,6 +13,7 @@ from typing import TypeVar
 from ..core.layout import ALWAYS_WHOLE, Layout
 from ..core.schedule.flat import Flat, flats_of
 from ..core.schedule.model import UnitSpec, matches
+from ..core.schedule.state_bytes import HOST_SHARE, Spares, spares_of
 from ..core.schedule.step_schedule import Schedule, UnitPlan, make_schedule
 from .cost import peak
 from .cost.compute import seconds_of, speed_of
@@ -20,7 +22,7 @@ from .cost.step_time import Timing, step_time
 from .events import Event, StepTraffic, step_events, traffic_of
 from .hardware.cluster import Cluster
 from .hardware.gpus import Efficiency, Overheads
-from .training import Training
+from .training import Training, num_bytes_of
 from .work.work import Work
 
 Works = Callable[[Training], Mapping[str, Work]]
@@ -78,8 +80,6 @@ class Machine:
         return ""
 
 
-# Usable fraction of host memory; the system, the processes themselves and their data need the rest.
-HOST_SHARE = 0.9
 # Memory of NCCL's communicators on a GPU, from published logs (1 to 2 GiB with a handful of groups).
 NCCL_BYTES = 1 << 30
 # Maximum number of micro-batches that are simulated; further ones cost the same as one in the middle.
@@ -132,12 +132,34 @@ class Assessment:
 
     @cached_property
     def timing(self) -> Timing:
+        """The time of a step that is clipped, if the norm is computed."""
+        return self._timing(frozenset())
+
+    @cached_property
+    def unclipped_s(self) -> float | None:
+        """The time of a step that needs no clipping; None if the host never updates before the norm."""
+        num_ahead = Counter(at for at, _ in self.spares.flats)
+        units = {at: sum(flat.host_updates for flat in unit.flats) for at, unit in enumerate(self.schedule.units)}
+        ahead = frozenset(self.schedule.units[at].name for at, num in num_ahead.items() if num == units[at])
+        return self._timing(ahead).step_s if ahead else None
+
+    def _timing(self, ahead: frozenset[str]) -> Timing:
         machine = self.machine
         speed = speed_of(machine.cluster.gpu, machine.efficiency, self.training, self.head_dim)
         seconds = seconds_of(self.schedule, self.works, speed, self.training)
         return self._continued(
-            lambda events: step_time(self.schedule, events, seconds, machine.cluster, machine.overheads)
+            lambda events: step_time(self.schedule, events, seconds, machine.cluster, machine.overheads, ahead)
         )
+
+    @cached_property
+    def spares(self) -> Spares:
+        """Host memory of a rank for updates before the norm. Moments in fewer bits are updated after it."""
+        training, machine = self.training, self.machine
+        if not self.clips or training.engine != "shardwise":
+            return Spares()
+        size, host_bytes = num_bytes_of(training.speculation), machine.host_bytes // machine.cluster.node_size
+        rows, optimizers = int(training.num_moments), () if training.num_moments % 1 else (0,)
+        return spares_of(self.schedule, rows, size, host_bytes, machine.has_reserve, optimizers)
 
     def _continued(self, cost: Callable[[Sequence[Event]], Sum]) -> Sum:
         """Cost a step. Each micro-batch that is not simulated costs what the third one adds to the first two."""
@@ -157,7 +179,11 @@ class Assessment:
 
     @property
     def _other_bytes(self) -> int:
-        return self.machine.context_bytes + (0 if self.machine.has_reserve else self.memory.host_bytes)
+        return self.machine.context_bytes + (0 if self.machine.has_reserve else self._rank_host_bytes)
+
+    @property
+    def _rank_host_bytes(self) -> int:
+        return self.memory.host_bytes + self.spares.host_bytes
 
     @property
     def is_tight(self) -> bool:
@@ -177,11 +203,17 @@ class Assessment:
 
     @property
     def host_bytes(self) -> int:
-        return self.memory.host_bytes * self.machine.cluster.node_size
+        """Host memory of a node, with what is spare for updates before the norm."""
+        return self._rank_host_bytes * self.machine.cluster.node_size
+
+    @property
+    def spare_bytes(self) -> int:
+        """The spare part of `host_bytes` and `disk_bytes`."""
+        return (self.spares.host_bytes + self.spares.disk_bytes) * self.machine.cluster.node_size
 
     @property
     def disk_bytes(self) -> int:
-        return self.memory.off_device.disk * self.machine.cluster.node_size
+        return (self.memory.off_device.disk + self.spares.disk_bytes) * self.machine.cluster.node_size
 
     @property
     def fits(self) -> bool:
@@ -190,7 +222,7 @@ class Assessment:
     @cached_property
     def why_not(self) -> str:
         """The reason why the plan does not fit; empty if it fits."""
-        return self.machine.lacks(self.needed_bytes, self.host_bytes, self.disk_bytes)
+        return self.machine.lacks(self.needed_bytes, self.host_bytes, self.disk_bytes) or self.spares.why_not
 
     @property
     def step_s(self) -> float:

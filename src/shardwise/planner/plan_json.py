@@ -62,10 +62,12 @@ def _assessed(entry: Assessment, plan: Plan, num_tokens: float | None, in_full: 
     timing, gpu, strategy = entry.timing, plan.machine.cluster.gpu, strategy_of(entry)
     found = {
         **_row(entry),
+        "spare_bytes": entry.spare_bytes,
         "strategy": dataclasses.asdict(strategy) if isinstance(strategy, Layout) else strategy,
         "tight": entry.fits and entry.is_tight,
         "nearest": plan.refusals.get(entry.name, ""),
         "step_seconds": timing.step_s,
+        "unclipped_step_seconds": entry.unclipped_s,
         "compute_seconds": timing.compute_s,
         "tokens_per_second_per_gpu": entry.tokens_per_s,
         # Model FLOP utilisation: FLOP as `hardware.gpus.flops_per_token` counts them.
@@ -109,6 +111,7 @@ def _row(entry: Assessment | StatesRow) -> Json:
         },
         "peak": _peak(peak),
         "host_bytes": entry.host_bytes,
+        "spare_bytes": 0,  # of those of host and disk
         "disk_bytes": entry.disk_bytes,
         "optimizer_part_on_device": entry.part_on_device,
         "traffic_bytes": {
@@ -118,6 +121,7 @@ def _row(entry: Assessment | StatesRow) -> Json:
             "disk": moved.disk,
         },
         "traffic": [dataclasses.asdict(row) for row in moved.by_call.rows],
+        "unclipped_step_seconds": None,
         **dict.fromkeys(("step_seconds", "compute_seconds", "tokens_per_second_per_gpu", "mfu")),
         "instants": [],
         "timeline": [],
@@ -241,5 +245,6 @@ def _on_host(entry: Assessment) -> str:
         "windows that an optimizer on disk comes through": away.windows,
         "parameters read ahead from disk": away.staged,
         "activations": entry.memory.activation_bytes,
+        "for updates before the gradients' norm is known": entry.spares.host_bytes,
     }
     return "; ".join(f"{size * gb:,.1f} GB {name}" for name, size in parts.items() if size)

@@ -65,7 +65,9 @@ class Plan:
             need = f"{entry.needed_bytes / 1e9:,.1f} GB"
             off_device = {"host": entry.host_bytes, "disk": entry.disk_bytes}
             need += "".join(f", {size / 1e9:,.1f} on the {place}" for place, size in off_device.items() if size)
-            lines.append(f"  {entry.name}: " + (f"{need}, {entry.step_s:.3f} s" if entry.fits else entry.why_not))
+            need += f" ({entry.spare_bytes / 1e9:,.1f} GB of it spare)" if entry.spare_bytes else ""
+            step = f"{entry.step_s:.3f} s" + (f" ({entry.unclipped_s:.3f} s unclipped)" if entry.unclipped_s else "")
+            lines.append(f"  {entry.name}: " + (f"{need}, {step}" if entry.fits else entry.why_not))
         return "\n".join(lines)
 
 
@@ -236,6 +238,10 @@ def _why_off_device(entries: Sequence[Assessment], best: Assessment) -> str:
         text += f"; the host of each node holds {best.host_bytes / 1e9:,.1f} of {cluster.host_bytes / 1e9:,.1f} GB"
     if best.disk_bytes:
         text += f"; its disk {best.disk_bytes / 1e9:,.1f} GB, in a folder that has to be named (disk_path)"
+    if best.unclipped_s is not None:
+        text += (
+            f"; {best.spare_bytes / 1e9:,.1f} GB of it are spare, for {best.unclipped_s:.3g} s if nothing is clipped"
+        )
     return text
 
 

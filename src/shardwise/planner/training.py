@@ -5,7 +5,9 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from ..base.errors import ConfigurationError, did_you_mean
+from ..core.layout import AUTO
 from ..core.precision import Precision, precision_of
+from .hardware.cluster import bytes_of
 
 Optimizer = Literal["adamw", "adamw8bit", "sgd"]
 Checkpointing = Literal["none", "selective", "full"]
@@ -67,11 +69,13 @@ class Training:
     loss_chunk: LossChunk = "small"
     engine: EngineName = "shardwise"
     moments: float | None = None  # replaces the value in `MOMENTS`, for another optimizer
+    speculation: int | str = AUTO  # memory of a rank for updates before the gradients' norm is known
 
     def __post_init__(self) -> None:
         for why in self._problems():
             raise ConfigurationError(f"training: {why}")
         precision_of(self.precision, self.reduce)
+        num_bytes_of(self.speculation)
 
     def _problems(self) -> Iterator[str]:
         for name, most in MOST.items():
@@ -101,3 +105,12 @@ class Training:
     @property
     def num_moments(self) -> float:
         return MOMENTS[self.optimizer] if self.moments is None else self.moments
+
+
+def num_bytes_of(speculation: int | str) -> int | None:
+    """The bytes that `speculation` names; None for "auto"."""
+    if isinstance(speculation, str):
+        return None if speculation == AUTO else 0 if speculation == "0" else bytes_of(speculation, "speculation")
+    if type(speculation) is not int or speculation < 0:
+        raise ConfigurationError(f"speculation={speculation!r}: give 'auto', bytes as in 8_000_000_000 or '8GB', or 0")
+    return speculation

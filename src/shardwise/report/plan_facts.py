@@ -103,6 +103,7 @@ class Strategy:
         self.fits = bool(row.get("fits"))
         self.is_exact = row.get("exact") is not False  # no collective is quantised
         self.step_s, self.speed = number(row.get("step_seconds")), number(row.get("tokens_per_second_per_gpu"))
+        self.unclipped_s = number(row.get("unclipped_step_seconds"))
         # A CPU has no MFU: its peak is unknown.
         self.mfu = None if plan.device == "rank" else number(row.get("mfu"))
         self.peak = text_of(mapping(row.get("peak")).get("text"))
@@ -145,6 +146,14 @@ class Strategy:
         return _joined(*(f"{size(num_bytes)} {words}" for words, num_bytes in found.items() if num_bytes))
 
     @property
+    def spare(self) -> str:
+        """The time of a step that is not clipped, and the spare memory for updates before the norm."""
+        if self.unclipped_s is None:
+            return ""
+        spare, step = size(self.amount("spare_bytes")), seconds(self.unclipped_s)
+        return f"{step} a step if nothing is clipped, with {spare} of spare memory for updates"
+
+    @property
     def layout(self) -> str:
         """The strategy as text: a name, or units and their layouts ("blocks.2-4, head: zero2; *: zero3")."""
         layout = self.row.get("strategy", self.row.get("layout"))
@@ -169,7 +178,7 @@ class Strategy:
             *(self.at_peak.get(name, 0.0) for name in CLASSES),
             *(self.interval or (0, 0)),
             *(self.amount("traffic_bytes", name) for name in WIRES),
-            *map(self.amount, ("host_bytes", "disk_bytes", "step_seconds", "tokens_per_second_per_gpu")),
+            *map(self.amount, ("host_bytes", "spare_bytes", "disk_bytes", "step_seconds", "tokens_per_second_per_gpu")),
             self.needed,
         ]
         words = [text_of(self.row.get(name)) for name in ("fits", "exact", "why_not", "nearest")]

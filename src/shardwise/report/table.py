@@ -22,7 +22,7 @@ LEFT = ("strategy", "with", "fits", "of ")  # columns that are aligned to the le
 # If a row is too wide, columns are dropped in this order; at INTERVALS the intervals of memory are dropped. Columns of
 # host and disk are the first ones, unless the recommended strategy needs them.
 OFFLOADED = ("disk GB", "host GB")
-LEAST = ("GB in node", "between", INTERVALS, "of ", "MFU", "days", "tok/s/", "with")
+LEAST = ("GB in node", "between", INTERVALS, "of ", "MFU", "days", "unclipped", "tok/s/", "with")
 
 
 class Line(NamedTuple):
@@ -88,7 +88,7 @@ def _lines(plan: Plan, width: int) -> Iterator[Line]:
         yield Line("  tight: the upper end of what the allocator may reserve does not fit", "dim")
     if best is not None:
         layout = best.layout if best.layout != best.name else ""
-        if words := "; ".join(word for word in (layout, best.batch) if word):
+        if words := "; ".join(word for word in (layout, best.batch, best.spare) if word):
             yield Line("")
             yield from (Line(text) for text in _wrapped(words, f"  {best.name}: ", wide))
     if refused := plan.refusals:
@@ -140,6 +140,7 @@ def _columns(plan: Plan) -> dict[str, list[str]]:
         f"GB per {device}": [f"{gigabytes(s.needed)}{words}" for s, words in zip(shown, between, strict=True)],
         f"of {(plan.limit or 0) / 1e9:.0f} GB": [_bar(s.needed / plan.limit) for s in shown if plan.limit],
         "step": [seconds(s.step_s) for s in shown],
+        "unclipped": [seconds(s.unclipped_s) for s in shown] if any(s.unclipped_s for s in shown) else [],
         f"tok/s/{device}": [whole(s.speed) for s in shown],
         "MFU": [percent(s.mfu) for s in shown],
         "days": [s.days or "-" for s in shown] if any(s.days for s in shown) else [],

@@ -120,6 +120,11 @@ def updates_early(settings: Settings) -> bool:
     return any(layout.optimizer_on != "device" for layout in _layouts(strategy_of(settings)).values())
 
 
+def speculation_of(settings: Settings) -> str:
+    """The memory for updates before the norm. A save in the background needs what `auto` would take for its copy."""
+    return "0" if settings.async_save and settings.speculation == AUTO else settings.speculation
+
+
 def _layouts(asked: Named) -> dict[str, Layout]:
     layouts = {}
     for name in asked.values() if isinstance(asked, dict) else [asked]:

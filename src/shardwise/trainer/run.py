@@ -42,7 +42,7 @@ from .loss import Chunks
 from .metrics import Divergence, Metrics, Progress, StepRecords, json_number
 from .models.build import Built, build
 from .models.headloss import path_of, set_path
-from .offload import is_auto, offload_of, updates_early
+from .offload import is_auto, offload_of, speculation_of, updates_early
 from .optimizers import learning_rate_warning, num_warmup_steps, optimizer_for
 from .out_of_memory import FailureContext, FirstOutOfMemoryError, explain, is_out_of_memory
 from .profile import traced_steps
@@ -312,8 +312,7 @@ def _sharded(
         skip_nonfinite=settings.skip_nonfinite,
         batch=drafted.workload if is_automatic else None,
         disk_path=offload.folder,
-        # A save in the background needs the memory for its copy.
-        speculation=0 if settings.async_save and settings.speculation == "auto" else settings.speculation,
+        speculation=speculation_of(settings),
     )
     context.model, context.optimizer = model, optimizer
     context.planned = planned = plan_of(drafted, model)

@@ -39,7 +39,7 @@ from .checks import Checked
 from .compilation import Compilation, KnownBlocks, decide, gain_of, known_blocks
 from .models.build import Built
 from .models.headloss import path_of
-from .offload import strategy_of, updates_early
+from .offload import speculation_of, strategy_of, updates_early
 from .run_folder import PLAN, TRAFFIC, replace_file
 from .settings import Settings, parse_units
 
@@ -120,6 +120,7 @@ def draft(
         checkpointing=settings.gradient_checkpointing,
         loss="plain" if path_of(built.model).how == "plain" else "chunked",
         loss_chunk="small" if settings.loss_chunk == "auto" else settings.loss_chunk,
+        speculation=speculation_of(settings),
     )
     if training.loss == "plain" and settings.loss_chunk == "large":
         raise ConfigurationError(
@@ -233,7 +234,7 @@ def _with_best_chunk(entry: Assessment, assess: Assessor) -> Assessment:
 MIN_CHUNK_GAIN = 0.01
 # Numbers of a strategy that are unknown without activations.
 _UNKNOWN = ("activations", "loss", "peak_active", "peak_reserved", "peak_reserved_low", "peak_reserved_high")
-_UNKNOWN_TIMES = ("step_seconds", "compute_seconds", "tokens_per_second_per_gpu", "mfu")
+_UNKNOWN_TIMES = ("step_seconds", "unclipped_step_seconds", "compute_seconds", "tokens_per_second_per_gpu", "mfu")
 
 
 def write_plan(folder: Path, planned: RunPlan, first_step: int) -> None:

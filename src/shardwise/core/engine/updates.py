@@ -206,7 +206,7 @@ class HostJobs:
         is_decided = job.is_decided
         with record_function(f"shardwise::host update {update.state.unit_name}"):
             if not is_decided and spare is not None:
-                update.run_ahead(spare)
+                update.run(1.0, self._read_ahead, spare)
             else:
                 factor = 1.0 if job.clip is None else job.clip.read()[0]
                 if spare is not None and job.has_results and factor == 1.0:
@@ -227,10 +227,12 @@ class HostJobs:
             self._changed.notify_all()
 
     def _read_ahead(self) -> None:
+        """Read state for the next jobs. One that may be dropped, or has its results, would not take what was read."""
         if self._host.disk is None:
             return
         with self._changed:
-            following = list(islice((job for job in self._waiting if has_passed(job.arrived)), NUM_AHEAD))
+            takers = (job for job in self._waiting if job.is_given and not job.has_results and has_passed(job.arrived))
+            following = list(islice(takers, NUM_AHEAD))
         for job in following:
             job.update.ask()
 

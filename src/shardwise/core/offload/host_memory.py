@@ -4,7 +4,7 @@
     out       updated weights in the compute dtype, on their way to the device
     rest      the copy at rest, if it is offloaded (`Flat.rest_on`)
     grads     gradients until the update reads them
-    spares    memory for updates ahead of the step, which changes places with rows and updated weights
+    spares    memory for updates ahead of the step, which changes places with rows and updated weights, also on disk
 
 On the host all tensors are pieces of one arena. On disk rows are cut into chunks. A chunk's rows are read together into
 a window of host memory, to be updated. Parameters are read ahead into staging memory, and copied to the device.
@@ -32,9 +32,8 @@ from ..schedule.state_bytes import (
     chunks_of,
     host_tensors,
     off_device,
-    padded_bytes,
     record_bytes,
-    spare_pieces,
+    spare_bytes,
 )
 from .arena import Arena, temporary_zeros
 from .disk import Disk, Pending, Region
@@ -134,9 +133,10 @@ class HostMemory:
         pin: bool,
         spared: Sequence[Flat] = (),
     ) -> None:
-        size = off_device(units, len(row_names))
-        self.spare_bytes = sum(padded_bytes(spare_pieces(flat, len(row_names))) for flat in spared)
-        self.size = size._replace(host=size.host + self.spare_bytes)
+        size, spare = off_device(units, len(row_names)), [spare_bytes(flat, len(row_names)) for flat in spared]
+        on_host, on_disk = (sum(sizes) for sizes in zip((0, 0), *spare, strict=True))
+        self.spare_bytes = on_host + on_disk
+        self.size = size._replace(host=size.host + on_host, disk=size.disk + on_disk)
         self.row_names = tuple(row_names)
         self.moves, self.last_moves = Moves(), Moves()  # of this step, and of the last complete one
         self.disk: Disk | None = None
@@ -151,11 +151,10 @@ class HostMemory:
         self.staging = ReadAhead(self._buffers(NUM_STAGED, self.size.staged, "staging"), NUM_STAGED)
         self.spares: defaultdict[Hashable, list[Spare]] = defaultdict(list)
         for flat in spared:
-            sizes = dict.fromkeys((MASTER, *row_names), flat.master.torch)
-            rows = {name: self.arena.take(flat.num_master, dtype, "spare memory") for name, dtype in sizes.items()}
+            rows = Rows(self, flat, (MASTER, *row_names), "spare memory")
             weights = flat.compute.torch if flat.updates_copy else None
             updated = None if weights is None else self.arena.take(flat.num_master, weights, "spare memory")
-            self.spares[_spare_kind(flat)].append(Spare(rows, updated))
+            self.spares[_spare_kind(flat)].append(Spare(rows.tensors, rows.regions, updated))
 
     def _buffers(self, num: int, total_bytes: int, what: str) -> list[Tensor]:
         return [self.arena.take(total_bytes // num, torch.uint8, what) for _ in range(num if total_bytes else 0)]
@@ -207,15 +206,16 @@ class HostMemory:
 
 @dataclass(slots=True, eq=False)
 class Spare:
-    """Memory for the rows and the updated weights of one flat. Its contents are old, or a result that is not used yet.
-    Flats of one size share it."""
+    """Memory for the rows and the updated weights of one flat, on the host or, as `regions`, on disk. Its
+    contents are old, or a result that is not used yet. Flats of one size share it."""
 
     rows: dict[str, Tensor]
+    regions: list[Region]
     updated: Tensor | None
 
 
 def _spare_kind(flat: Flat) -> Hashable:
-    return flat.num_master, flat.master, flat.compute if flat.updates_copy else None
+    return flat.num_master, flat.master, flat.compute if flat.updates_copy else None, flat.master_on
 
 
 class Rows:
@@ -267,9 +267,8 @@ class Rows:
         window[: region.num_bytes].zero_()
         return window
 
-    def put(self, number: int, window: Tensor, moves: Moves) -> Pending:
-        """Start to write a chunk from its window."""
-        region = self.regions[number]
+    def put(self, region: Region, window: Tensor, moves: Moves) -> Pending:
+        """Start to write a chunk from its window, to its region or to a spare one."""
         moves.add("write", region.num_bytes)
         return self._memory.store.put(region, window[: region.num_bytes])
 
@@ -333,6 +332,9 @@ class OffloadedState:
         """Let rows and updated weights change places with `spare`."""
         assert self.rows is not None
         self.rows.tensors, spare.rows = spare.rows, self.rows.tensors
+        self.rows.regions, spare.regions = spare.regions, self.rows.regions
+        for one, other in zip(self.rows.regions, spare.regions, strict=True):  # errors name the unit
+            one.what, other.what = other.what, one.what
         if self.updated is self.rest:
             self.rest, spare.updated = spare.updated, self.rest
         else:

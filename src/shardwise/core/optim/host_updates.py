@@ -4,7 +4,7 @@ AdamW and Adam, also torchao's with 8-bit moments, take one pass over memory (`n
 of torch runs its own code, on views of the rows. The optimizer's `state` has its usual entries: views of rows on the
 host, and stand-ins (`OnDisk`) for rows on disk.
 
-An update may also run ahead of the step, into spare memory (`FlatUpdate.run_ahead`). If the step turns out to be the
+An update may also run ahead of the step, into spare memory (`FlatUpdate.run`). If the step turns out to be the
 same update, the memory takes the place of the old rows (`accept`). Otherwise nothing has changed.
 """
 
@@ -114,10 +114,10 @@ class HostUpdates:
             group.get("amsgrad") or group.get("differentiable") for group in groups
         )
         self._is_adam = self._is_eight_bit or is_plain
-        # A scheduler may change a tensor in place before the update runs.
+        # A scheduler may change a tensor, or a list of betas, in place before the update runs.
         return [
             {
-                key: value.clone() if isinstance(value, Tensor) else value
+                key: deepcopy(value) if isinstance(value, (Tensor, list, tuple)) else value
                 for key, value in group.items()
                 if key != "params"
             }
@@ -261,7 +261,7 @@ class HostUpdates:
         """Let the rows of a flat change places with `spare`. The optimizer's state keeps its tensors, which show the
         new rows from now on."""
         state.swap(spare)
-        for index in state.held:
+        for index in () if rows_of(state).on_disk else state.held:
             stored = self._optimizer.state.get(state.resting_params[index], {})
             for key in self._row_names:
                 if isinstance(stored.get(key), Tensor):
@@ -295,21 +295,31 @@ class FlatUpdate:
     begin: Callable[[], None] = _nothing
     update: ChunkUpdate | None = None
     written_ahead: list[Interval] | None = None
-    finish: Callable[[], None] = _nothing
+    finish: list[Callable[[], None]] = field(default_factory=list)  # of chunks that ran ahead
 
     def ask(self) -> None:
         """Read the first chunks ahead."""
         for number in range(2 if self.update is not None else 0):
             rows_of(self.state).ask(number)
 
-    def run(self, factor: float, ask_ahead: Callable[[], None]) -> None:
-        """Update all chunks. When it returns, writes to disk may still run; a later read of them waits."""
+    def run(self, factor: float, ask_ahead: Callable[[], None], spare: Spare | None = None) -> None:
+        """Update all chunks, in place or ahead of the step into `spare`, in which case nothing else changes. When it
+        returns, writes to disk may still run; a later read of them waits."""
         offloaded, rows, update = self.state.offloaded, rows_of(self.state), self.update
         if update is None:
             return
         assert offloaded is not None
-        windows, compute = offloaded.memory.windows, self.state.flat.compute
+        windows, compute, updated, regions = (
+            offloaded.memory.windows,
+            self.state.flat.compute,
+            offloaded.updated,
+            rows.regions,
+        )
         grads = self.state.gradient.final_for_optimizer
+        self.finish = []
+        if spare is not None:
+            self._copy_gaps(spare)
+            updated, regions = spare.updated, spare.regions
         for number, chunk in enumerate(rows.chunks):
             window = rows.take(number, self.moves)
             rows.ask(number + 1)
@@ -317,7 +327,8 @@ class FlatUpdate:
             if number + 2 >= len(rows.chunks):
                 ask_ahead()
             views = rows.views(number, window)
-            out = None if offloaded.updated is None else offloaded.updated[chunk.start : chunk.stop]
+            new = views if spare is None or rows.on_disk else spare.rows
+            out = None if updated is None else updated[chunk.start : chunk.stop]
             if offloaded.writes_weights:
                 # If both go to disk, weights lie behind the chunk in its window; else they have their own window.
                 start = 0 if window is None else round_up(rows.regions[number].num_bytes, ALIGNMENT)
@@ -325,12 +336,14 @@ class FlatUpdate:
                 out = window[start : start + chunk.num_elems * compute.itemsize].view(compute.torch)
                 if self.leaves_out:
                     out.copy_(views[MASTER])
-            update(ChunkOfUpdate(chunk, views, views, grads[chunk.start : chunk.stop], out, factor))()
+            self.finish.append(update(ChunkOfUpdate(chunk, views, new, grads[chunk.start : chunk.stop], out, factor)))
+            if spare is None:
+                self.finish.pop()()
             writing = []
             if offloaded.writes_weights and out is not None:
                 writing.append(offloaded.start_writing(out, chunk.start, self.moves))
             if rows.on_disk and window is not None:
-                writing.append(rows.put(number, window, self.moves))
+                writing.append(rows.put(regions[number], window, self.moves))
             if window is not None:
                 windows.give_back(window, writing)
 
@@ -338,24 +351,21 @@ class FlatUpdate:
     def may_run_ahead(self) -> bool:
         return self.written_ahead is not None and self.state.flat.may_update_ahead and self.state.may_swap
 
-    def run_ahead(self, spare: Spare) -> None:
-        """Update into `spare`, with the gradient as it is. Nothing else changes."""
-        state, rows, update = self.state, rows_of(self.state), self.update
-        assert state.offloaded is not None
-        assert update is not None
-        updated = state.offloaded.updated
-        for part in _gaps(self.written_ahead or [], state.flat.num_master):
+    def _copy_gaps(self, spare: Spare) -> None:
+        """Copy the elements that the update leaves as they are. Those on disk come with their chunk."""
+        offloaded, rows = self.state.offloaded, rows_of(self.state)
+        assert offloaded is not None
+        for part in _gaps(self.written_ahead or [], self.state.flat.num_master):
             for name, row in rows.tensors.items():
                 spare.rows[name][part].copy_(row[part])
-            if updated is not None and spare.updated is not None:
-                spare.updated[part].copy_(updated[part])
-        grads, (chunk,) = state.gradient.final_for_optimizer, rows.chunks
-        self.finish = update(ChunkOfUpdate(chunk, rows.tensors, spare.rows, grads, spare.updated, 1.0))
+            if offloaded.updated is not None and spare.updated is not None:
+                spare.updated[part].copy_(offloaded.updated[part])
 
     def accept(self, spare: Spare) -> None:
-        """Use the results of `run_ahead`. Afterwards `spare` has the memory of the old state."""
+        """Use the results in `spare`, which has the memory of the old state afterwards."""
         self.host.swap(self.state, spare)
-        self.finish()
+        for finish in self.finish:
+            finish()
 
 
 def rows_of(state: FlatState) -> Rows:

@@ -143,9 +143,9 @@ class Flat:
         self.has_out = self.host_updates and not is_written
         # Updated weights are in the compute dtype on the host.
         self.updates_copy = self.has_out or (self.rest_on == "host" and self.rest_is_own)
-        # Its update can go to other memory, which then takes the place of the old one.
+        # Its update may run ahead of the step. Not with parameters on disk: the backward itself keeps the disk busy.
         writes_to_disk = self.rest_on == "disk" and self.rest_is_own
-        self.may_update_ahead = self.host_updates and self.master_on == "host" and not writes_to_disk
+        self.may_update_ahead = self.host_updates and not writes_to_disk
         # Weights are read from disk, through staging memory. Updated weights that stay on the host need no disk.
         is_read = self.rest_on is None and self.master_on == "disk" and not self.has_out
         self.is_staged = self.rest_on == "disk" or is_read

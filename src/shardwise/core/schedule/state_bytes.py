@@ -5,7 +5,7 @@ into host memory before it is used. Optimizer state is read in chunks, each into
 chunk is updated, others are read and written. Parameters are read unit by unit into staging buffers, ahead of use.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Literal, NamedTuple
 
@@ -13,6 +13,7 @@ from ...base.dtypes import BF16, DType
 from ...base.files import ALIGNMENT
 from ...base.intervals import Interval, round_up
 from .flat import Flat
+from .step_schedule import Schedule
 
 # The dtype of encoding errors that are saved for feedback.
 LOST = BF16
@@ -23,6 +24,8 @@ Way = Literal["to_device", "to_host", "read", "write"]
 CHUNK_ELEMS = 8 << 20
 NUM_WINDOWS = 4
 NUM_STAGED = 3  # staging buffers, each for the parameters of one unit
+# Usable fraction of free host memory; the system, the processes themselves and their data need the rest.
+HOST_SHARE = 0.9
 # Smaller activations stay on the device: they are not worth a copy.
 MIN_OFFLOADED_ACTIVATION_BYTES = 64 << 10
 
@@ -128,21 +131,60 @@ def host_pieces(flat: Flat, num_rows: float) -> Iterator[int]:
         yield num_elems * dtype.itemsize
 
 
-def spare_pieces(flat: Flat, num_rows: int) -> list[int]:
-    """Sizes of the memory into which a flat can be updated ahead of the step: as its rows, and its updated weights."""
-    rows = [flat.num_master * flat.master.itemsize] * (1 + num_rows)
-    return [*rows, flat.num_master * flat.compute.itemsize] if flat.updates_copy else rows
+def spare_bytes(flat: Flat, num_rows: int) -> tuple[int, int]:
+    """Bytes of spare host memory, and on disk, for an update ahead of the step: for rows and updated weights."""
+    on_host = [flat.num_master * flat.compute.itemsize] * flat.updates_copy
+    if flat.master_on == "disk":
+        return padded_bytes(on_host), padded_bytes(record_bytes(flat, chunk, num_rows) for chunk in chunks_of(flat))
+    return padded_bytes(on_host + [flat.num_master * flat.master.itemsize] * (1 + num_rows)), 0
 
 
-def spared_flats(flats: Iterable[Flat], num_rows: int, budget_bytes: int) -> list[Flat]:
-    """The flats, in this order, for which spare memory fits into the budget. Flats of one size share it."""
-    found: list[Flat] = []
-    for flat in flats:
-        num_bytes = padded_bytes(spare_pieces(flat, num_rows))
-        if flat.may_update_ahead and num_bytes <= budget_bytes:
-            found.append(flat)
-            budget_bytes -= num_bytes
-    return found
+class Spares(NamedTuple):
+    """Spare memory of one rank for updates ahead of the step. `flats`: each with the index of its unit; flats of one
+    size share the memory. `why_not`: why the requested size cannot be used; empty if it can."""
+
+    flats: tuple[tuple[int, Flat], ...] = ()
+    host_bytes: int = 0
+    disk_bytes: int = 0
+    why_not: str = ""
+
+
+def spares_of(
+    schedule: Schedule,
+    num_rows: int,
+    speculation: int | None,
+    host_bytes: int,
+    is_gpu: bool,
+    optimizers: Container[int] = (0,),
+) -> Spares:
+    """Choose the flats that get spare memory: those whose gradients come first in a backward. `speculation`: its bytes
+    on host and disk together, or None for half of what this rank's share of the host, `host_bytes`, has left next to
+    the arena, and nothing on disk. `optimizers`: the numbers of those whose updates can run ahead."""
+    units = schedule.units
+    all_flats = [(at, flat) for at in schedule.reduce_order for flat in units[at].flats if flat.host_updates]
+    flats = [(at, flat) for at, flat in all_flats if flat.may_update_ahead and flat.optimizer in optimizers]
+    # On CPUs updates take the model's cores. Nobody knows yet how much memory offloaded activations will take.
+    is_off = not is_gpu or any(unit.layout.activations_on == "host" for unit in units)
+    if speculation == 0 or not all_flats or (speculation is None and is_off):
+        return Spares()
+    left = max(host_bytes - off_device([unit.flats for unit in units], num_rows).host, 0)
+    budget, on_host, on_disk, found = left // 2 if speculation is None else speculation, 0, 0, []
+    sizes = [spare_bytes(flat, num_rows) for _, flat in flats]
+    for each, (host, disk) in zip(flats, sizes, strict=True):
+        fits = on_host + host <= left and on_host + host + on_disk + disk <= budget
+        if fits and not (disk and speculation is None):
+            found.append(each)
+            on_host, on_disk = on_host + host, on_disk + disk
+    why_not = ""
+    if not flats:
+        why_not = "no state that can be updated ahead is off the device (docs/offload.md): leave it out"
+    elif budget > left and not any(disk for _, disk in sizes):
+        why_not = f"the host has {left:,} for each rank next to its offloaded state: give less, or 0 for none"
+    elif not found:
+        why_not = f"the update of the smallest unit needs {min(map(sum, sizes)):,}: give more, or 0 for none"
+    if speculation is not None and why_not:
+        return Spares(why_not=f"speculation is {speculation:,} bytes, and {why_not}")
+    return Spares(tuple(found), on_host, on_disk)
 
 
 def disk_pieces(flat: Flat, num_rows: float) -> Iterator[int]:

@@ -136,6 +136,8 @@ class FlatState:
         self.offloaded.swap(spare)
         if self.flat.rest_on == "host":
             self.rest = self.offloaded.rest
+        if self._rows.on_disk:
+            return
         self.master.data = self._rows.tensors[MASTER]
         for index, resting in enumerate(self.resting_params):
             resting.data = self.master.data[self.held.get(index, slice(0, 0))].view(resting.shape)

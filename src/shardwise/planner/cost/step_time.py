@@ -2,9 +2,10 @@
 
 A gather begins when all computation before it in the list has ended, and the computation of its unit waits for it.
 There are two reduction slots, so a backward waits for the reduction of the unit two before it. Updates wait for the
-gradients of their unit (with clipping: of all units). The host updates one unit at a time: among those whose gradients
-have arrived, the one that the next forward needs first. The host launches all kernels in order, and a kernel cannot run
-before its launch. Two steps are simulated; the second is reported, because it starts like one in the middle of a run.
+gradients of their unit (with clipping: of all units, except for updates on the host ahead of the norm). The host
+updates one unit at a time: among those whose gradients have arrived, the one that the next forward needs first. The
+host launches all kernels in order, and a kernel cannot run before its launch. Two steps are simulated; the second is
+reported, because it starts like one in the middle of a run.
 
 Every transfer is an operation. It waits for its queue (a communicator, one direction of PCIe, the host, the disk) and
 for the previous operation of its chain. Then it occupies one or more wires. A wire is modelled by the time at which it
@@ -13,7 +14,7 @@ update of state on disk is one operation on host and disk, since the engine read
 """
 
 from collections import defaultdict, deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ...core.schedule.step_schedule import NUM_OFFLOADED_GRADS, NUM_REDUCTIONS, Schedule
@@ -203,10 +204,15 @@ class StepSimulator(Lanes):
     """Simulates a step: the computation, the host that launches its kernels, and the transfers."""
 
     def __init__(
-        self, schedule: Schedule, seconds: Mapping[str, UnitSeconds], cluster: Cluster, overheads: Overheads
+        self,
+        schedule: Schedule,
+        seconds: Mapping[str, UnitSeconds],
+        cluster: Cluster,
+        overheads: Overheads,
+        ahead: Container[str],
     ) -> None:
         super().__init__(cluster, overheads)
-        self._seconds = seconds
+        self._seconds, self._ahead = seconds, ahead
         self._has_slot = {unit.name for unit in schedule.units if unit.reduced_bytes}
         leaving = [unit for unit in schedule.units if any(f.host_updates and not f.grads_on_host for f in unit.flats)]
         self._has_leaving_grads = {unit.name for unit in leaving}
@@ -343,12 +349,14 @@ class StepSimulator(Lanes):
             self.spans.append(Span("compute", f"update {event.unit}", begin_s, self._updates_end_s))
 
     def _update_on_host(self, events: Sequence[Event]) -> None:
-        """Queue the host's updates. With clipping all are ready after the norm, else each when its gradient arrives."""
+        """Queue the host's updates. With clipping they are ready after the norm, except those ahead of it. Otherwise
+        each is ready when its gradient arrives."""
         waiting = {event.unit: event for event in events}
-        ready_s = {name: max(self._norm_end_s, self.end_of(self._arrivals.get(name))) for name in waiting}
+        norm_end_s = {name: 0.0 if name in self._ahead else self._norm_end_s for name in waiting}
+        ready_s = {name: max(norm_end_s[name], self.end_of(self._arrivals.get(name))) for name in waiting}
         while waiting:
             start_s = max(self._host_updates_end_s, min(ready_s[name] for name in waiting))
-            candidates = [name for name in waiting if self._norm_end_s or ready_s[name] <= start_s]
+            candidates = [name for name in waiting if 0 < self._norm_end_s <= start_s or ready_s[name] <= start_s]
             name = min(candidates, key=lambda name: self._position_of[name])
             event = waiting.pop(name)
             # Reads from disk and writes to disk overlap with the update.
@@ -388,9 +396,11 @@ def step_time(
     seconds: Mapping[str, UnitSeconds],
     cluster: Cluster,
     overheads: Overheads = IDEAL,
+    ahead: Container[str] = (),
 ) -> Timing:
-    """Simulate a step. `events`: `step_events(schedule, ...)`; `seconds`: durations of each unit without waits."""
-    simulator = StepSimulator(schedule, seconds, cluster, overheads)
+    """Simulate a step. `events`: `step_events(schedule, ...)`; `seconds`: durations of each unit without waits.
+    `ahead`: units that the host updates before the norm, in a step that is not clipped."""
+    simulator = StepSimulator(schedule, seconds, cluster, overheads, ahead)
     begin_s = simulator.play(events)
     end_s = simulator.play(events)
     spans = [

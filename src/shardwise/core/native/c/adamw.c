@@ -35,21 +35,22 @@ typedef struct {
     int32_t grad_dtype, out_dtype;
 } adamw_job;
 
-static inline void moments(const adamw_job *job, int is_last, const float *restrict grad, float *restrict exp_avg,
-                           float *restrict exp_avg_sq, int64_t n) {
+/* Not `restrict`: in place, old and new moments are the same. */
+static inline void moments(const adamw_job *job, int is_last, const float *restrict grad, const float *mean,
+                           const float *square, float *exp_avg, float *exp_avg_sq, int64_t n) {
     const float weight = job->lerp_weight, beta2 = job->beta2, square_weight = job->square_weight;
     if (fabsf(weight) < 0.5f)
         for (int64_t i = 0; i < n; i++)
-            exp_avg[i] = fmaf(weight, grad[i] - exp_avg[i], exp_avg[i]);
+            exp_avg[i] = fmaf(weight, grad[i] - mean[i], mean[i]);
     else
         for (int64_t i = 0; i < n; i++)
-            exp_avg[i] = fmaf(weight - 1, grad[i] - exp_avg[i], grad[i]);
+            exp_avg[i] = fmaf(weight - 1, grad[i] - mean[i], grad[i]);
     if (is_last)
         for (int64_t i = 0; i < n; i++)
-            exp_avg_sq[i] = fmaf(exp_avg_sq[i], beta2, square_weight * grad[i] * grad[i]);
+            exp_avg_sq[i] = fmaf(square[i], beta2, square_weight * grad[i] * grad[i]);
     else
         for (int64_t i = 0; i < n; i++)
-            exp_avg_sq[i] = fmaf(square_weight * grad[i], grad[i], exp_avg_sq[i] * beta2);
+            exp_avg_sq[i] = fmaf(square_weight * grad[i], grad[i], square[i] * beta2);
 }
 
 static inline void adamw_strip(const adamw_job *job, int64_t at, int64_t n, int is_own_root, int is_in_place) {
@@ -59,23 +60,21 @@ static inline void adamw_strip(const adamw_job *job, int64_t at, int64_t n, int 
     float *restrict master = is_in_place ? job->new_master + at : copies[0];
     float *restrict exp_avg = is_in_place ? job->new_exp_avg + at : copies[1];
     float *restrict exp_avg_sq = is_in_place ? job->new_exp_avg_sq + at : copies[2];
-    if (!is_in_place) {
-        memcpy(master, job->master + at, (size_t)n * 4);
-        memcpy(exp_avg, job->exp_avg + at, (size_t)n * 4);
-        memcpy(exp_avg_sq, job->exp_avg_sq + at, (size_t)n * 4);
-    }
+    const float *old = is_in_place ? master : job->master + at;
+    const float *mean = is_in_place ? exp_avg : job->exp_avg + at;
+    const float *square = is_in_place ? exp_avg_sq : job->exp_avg_sq + at;
     read_grad(job->grad, (enum dtype)job->grad_dtype, at, job->grad_scale, grad, n);
     if (into_gradient != 0)
         for (int64_t i = 0; i < n; i++)
-            grad[i] = fmaf(master[i], into_gradient, grad[i]);
-    moments(job, at >= job->last, grad, exp_avg, exp_avg_sq, n);
+            grad[i] = fmaf(old[i], into_gradient, grad[i]);
+    moments(job, at >= job->last, grad, mean, square, exp_avg, exp_avg_sq, n);
     if (is_own_root)
         for (int64_t i = 0; i < n; i++)
             root[i] = sqrtf(exp_avg_sq[i]);
     else
         job->roots((int32_t)n, exp_avg_sq, root, 0x140102); /* the mode in which torch calls it */
     for (int64_t i = 0; i < n; i++)
-        master[i] = master[i] * kept + minus_step_size * exp_avg[i] / (root[i] / bias_root + eps);
+        master[i] = old[i] * kept + minus_step_size * exp_avg[i] / (root[i] / bias_root + eps);
     if (!is_in_place) {
         stream(job->new_master + at, master, n * 4);
         stream(job->new_exp_avg + at, exp_avg, n * 4);
