@@ -16,6 +16,7 @@ import shardwise as sw
 from shardwise.base.errors import ConfigurationError
 from shardwise.core.wire.ledger import Row
 from shardwise.trainer.checkpointing import checkpoint_blocks
+from shardwise.trainer.compilation import why_not_compiled
 from shardwise.trainer.model import Block, Transformer, rotary_at
 from shardwise.trainer.shapes import TransformerShape
 from tests.harness import Pool
@@ -119,6 +120,25 @@ def test_a_cache_is_refused_in_training_and_served_otherwise(mode: Any) -> None:
         MODELS["llama"].loss(model, tokens(0))
     with torch.no_grad():
         assert model(input_ids=tokens(0)).past_key_values is not None
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_compiled_block_is_compiled_and_refuses_a_cache(mode: Any) -> None:
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    model = MODELS["llama"].fresh()
+    paths = checkpoint_blocks(model, mode)
+    for path in paths:
+        model.get_submodule(path).compile(backend="eager")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's own: about selective checkpointing, and while it traces a cache
+        MODELS["llama"].loss(model, tokens(0)).backward()
+        assert torch._dynamo.utils.counters["frames"]["ok"]
+        assert why_not_compiled() == ""
+        model.config.use_cache = True
+        with pytest.raises(ConfigurationError, match="DynamicCache a second time"):
+            MODELS["llama"].loss(model, tokens(0))
+    assert why_not_compiled() != ""
 
 
 # ---------------------------------------------------------------------------------------------------------

@@ -47,6 +47,8 @@ _PRODUCTS = {
     torch.ops.aten._scaled_mm.default: 0,
     torch.ops.aten._grouped_mm.default: 0,
 }
+# Types of a block's arguments that are no cache of keys and values.
+_PLAIN = (torch.Tensor, tuple, list, dict, str, int, float, type(None))
 # Batched products: attention that is written without a fused kernel.
 _BATCHED_PRODUCTS = {torch.ops.aten.bmm.default: 0, torch.ops.aten.baddbmm.default: 1}
 
@@ -89,7 +91,8 @@ def checkpoint_blocks(
 def _checkpointed(forward: Callable[..., Any], mode: Mode, *args: Any, **kwargs: Any) -> Any:
     if torch.is_grad_enabled():
         for value in (*args, *kwargs.values()):
-            if type(value).__name__.endswith("Cache"):
+            # torch 2.11 cannot compile the name of a builtin type; the whole block would run without compilation.
+            if not isinstance(value, _PLAIN) and type(value).__name__.endswith("Cache"):
                 raise ConfigurationError(
                     f"checkpointing mode {mode!r}: a recompute would write its keys and values into the "
                     f"{type(value).__name__} a second time: set model.config.use_cache = False for training"

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from typing import Any, Literal
 
+import torch
 from torch import nn
 
 from ..core.schedule.model import UnitSpec
@@ -69,6 +70,16 @@ def decide(gain: Gain | str, num_steps: int) -> Compilation:
     return Compilation(
         False, f"the run is {steps}: it would take about {_rough(compile_s)} and save {_rough(max(saved_s, 0.0))}"
     )
+
+
+def why_not_compiled() -> str:
+    """Return why code that was to be compiled runs without compilation, as a whole or in parts; "" if there is none.
+    torch.compile itself falls back in silence."""
+    counters = torch._dynamo.utils.counters
+    reasons, frames = [*counters["unimplemented"], *counters["graph_break"]], counters["frames"]
+    if reasons:
+        return str(reasons[0]).partition("\n")[0]
+    return "" if frames["total"] == frames["ok"] else "torch gives no reason"
 
 
 def _rough(seconds: float) -> str:

@@ -15,6 +15,7 @@ from torch import Tensor
 from ..api.sharded_model import accumulate
 from ..core.engine.streams import PendingHostCopy
 from ..core.wire.collectives import Channel, Collective, all_reduce
+from .compilation import why_not_compiled
 from .data.order import key
 from .data.samples import Batch
 from .metrics import StepRecords, StepResult
@@ -67,6 +68,8 @@ def run_steps(run: Run, after_step: Callable[[], None]) -> Ending:
 
         before, queued = queued, _take_step(run, coming, step, agreed.num_targets)
         records.num_queued += 1
+        if step == first and run.settings.compile == "on" and (why := why_not_compiled()):
+            run.progress.say(f"compile on: not all code of the blocks is compiled: {why} (TORCH_LOGS=graph_breaks)")
         after_step()
         run.show(step + 1)
         coming = run.micro_batches(step + 1)
