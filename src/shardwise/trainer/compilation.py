@@ -30,7 +30,7 @@ from .models.lora import ADAPTER
 
 # Seconds for one kind of block, forward and backward. One H200 took 13 s for the in-tree block (its first five steps,
 # compared with later ones, in benchmarks/results/2026-11-15-1152-trainer.md) and 15 s for Llama's of transformers, with
-# empty caches (before the first stretch, in benchmarks/results/2026-11-18-1609-fine-tuning-1b.md).
+# empty caches (before the first stretch, in benchmarks/results/2026-11-18-2242-fine-tuning.md).
 COMPILE_S = 15.0
 
 

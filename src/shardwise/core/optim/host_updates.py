@@ -309,12 +309,8 @@ class FlatUpdate:
         if update is None:
             return
         assert offloaded is not None
-        windows, compute, updated, regions = (
-            offloaded.memory.windows,
-            self.state.flat.compute,
-            offloaded.updated,
-            rows.regions,
-        )
+        windows, compute = offloaded.memory.windows, self.state.flat.compute
+        updated, regions = offloaded.updated, rows.regions
         grads = self.state.gradient.final_for_optimizer
         self.finish = []
         if spare is not None:
