@@ -347,7 +347,7 @@ def test_spare_memory_is_told() -> None:
     [entry] = found.found
     [row] = plan_as_json(found)["strategies"]
     assert (row["spare_bytes"], row["unclipped_step_seconds"]) == (entry.spare_bytes, entry.unclipped_s)
-    assert f"{entry.spare_bytes / GB:,.1f} GB of it are spare" in found.why
+    assert f"{entry.spare_bytes / GB:,.1f} GB of this are spare" in found.why
     assert f"{entry.spare_bytes / GB:,.1f} GB of it spare" in str(found)
     terms = {row["term"]: row for row in plan_as_json(found)["explain"]}
     assert f"{entry.spare_bytes / GB:,.1f} GB for updates before" in terms["host"]["formula"]

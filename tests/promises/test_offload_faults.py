@@ -33,7 +33,7 @@ import shardwise as sw
 from shardwise.base.errors import NoRoomError, ShardwiseError
 from shardwise.checkpoint.folder import find
 from shardwise.checkpoint.verification import look_at, verify
-from shardwise.core.offload.disk import Pending
+from shardwise.core.offload.disk import Pending, Region
 from shardwise.core.offload.host_memory import Rows
 from shardwise.trainer.run import run_rank
 from tests.core.offload.conftest import Mount, mount  # noqa: F401  a fixture
@@ -167,12 +167,12 @@ def wait_in_an_update(run: Run) -> None:
     """When the second chunk of state should be written, in the thread of the updates."""
     write, num_left = Rows.put, 2
 
-    def put(rows: Rows, number: int, *others: Any) -> Pending:
+    def put(rows: Rows, region: Region, *others: Any) -> Pending:
         nonlocal num_left
         num_left -= 1
         if not num_left:
-            wait_after(run, HURT, f"{rows.regions[number].offset} {rows.regions[number].num_bytes}")
-        return write(rows, number, *others)
+            wait_after(run, HURT, f"{region.offset} {region.num_bytes}")
+        return write(rows, region, *others)
 
     Rows.put = put  # type: ignore[assignment, method-assign]
 

@@ -242,7 +242,7 @@ def test_what_rests_on_host_and_disk_is_told() -> None:
     assert "  host        96.0 GB a rank, pinned, of 230 GB free; updates by 8 cores a rank" in lines
     assert "  disk        48.0 GB a rank in /nvme/state, gone when the run ends" in lines
     there.model.host.spare_bytes = 27_000_000_000
-    assert "free; 27.0 GB of it for updates before the norm is known; updates" in " ".join(banner(there).split())
+    assert "free; included: 27.0 GB for updates before the norm is known; updates" in " ".join(banner(there).split())
     there.model.host.spare_bytes = 0
     there.model.host.arena.is_pinned, there.updates_early = False, True
     pageable = " ".join(banner(there).split())

@@ -58,7 +58,7 @@ def describe(model: nn.Module) -> str:
     if host.disk is not None:
         lines.append(f"on disk: {host.size.disk / 1e6:,.1f} MB per rank in {host.disk.folder}, removed at the end")
     if host.spare_bytes:
-        lines.append(f"{host.spare_bytes / 1e6:,.1f} MB of it for updates before the gradients' norm is known")
+        lines.append(f"included: {host.spare_bytes / 1e6:,.1f} MB for updates before the gradients' norm is known")
     for layout, plans in groupby(engine.schedule.units, key=lambda plan: plan.layout):
         names = [plan.name for plan in plans]
         span = names[0] if len(names) == 1 else f"{names[0]} ... {names[-1]}"

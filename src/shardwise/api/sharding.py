@@ -116,7 +116,7 @@ def shard(
         per step (default: one). Without it a quarter of the memory is reserved for them.
     disk_path: a folder on a local disk for state on disk; no file is left in it afterwards. "auto" uses it if host
         memory is short.
-    speculation: host memory of each rank, in bytes or as "8GB", in which updates on the host are computed before the
+    speculation: memory of each rank, in bytes or as "8GB", in which updates on the host are computed before the
         norm of all gradients is known. They count if clip_grad_norm clips nothing; otherwise they are computed again,
         so results are the same. "auto" is half of the free memory if the device is a GPU and no activations are
         offloaded. 0 turns it off. A size includes space on disk, for state there.

@@ -240,7 +240,7 @@ def _why_off_device(entries: Sequence[Assessment], best: Assessment) -> str:
         text += f"; its disk {best.disk_bytes / 1e9:,.1f} GB, in a folder that has to be named (disk_path)"
     if best.unclipped_s is not None:
         text += (
-            f"; {best.spare_bytes / 1e9:,.1f} GB of it are spare, for {best.unclipped_s:.3g} s if nothing is clipped"
+            f"; {best.spare_bytes / 1e9:,.1f} GB of this are spare, for {best.unclipped_s:.3g} s if nothing is clipped"
         )
     return text
 

@@ -174,10 +174,10 @@ def _compiled_slopes() -> Callable[[Tensor, Tensor, torch.dtype], tuple[Tensor, 
     the logits twice and writes the gradient once; eager, a chunk has six such passes over fp32."""
 
     def slopes_of(logits: Tensor, wanted: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        scores = logits - torch.logsumexp(logits, 1, keepdim=True)
+        total = torch.logsumexp(logits, 1, keepdim=True)
         is_wanted = torch.arange(logits.shape[1], device=logits.device)[None] == wanted
-        chosen = torch.where(is_wanted, scores, 0.0).sum(1, keepdim=True)
-        return chosen, (scores.exp() - is_wanted.to(logits.dtype)).to(dtype)
+        # `gather` refuses a target that is not in the vocabulary.
+        return logits.gather(1, wanted) - total, ((logits - total).exp() - is_wanted.to(logits.dtype)).to(dtype)
 
     return torch.compile(slopes_of)
 

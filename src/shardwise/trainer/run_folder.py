@@ -41,8 +41,8 @@ def choose(settings: Settings, num_restarts: int = 0) -> Settings:
         if place.exists() and place.is_dir() != (kind == "folder"):
             raise ConfigurationError(f"output_dir {folder}: {place} is no {kind}; move it, or name another folder")
     if checkpoint is not None and (saved := _config_in(Path(checkpoint))):
-        # A resumed run computes as it did before.
-        before = parse(saved[1])
+        # A resumed run computes as it did before. Old checkpoints were written with small chunks of the loss.
+        before = {"loss_chunk": "small", **parse(saved[1])}
         for name, choices in (("compile", get_args(Compile)), ("loss_chunk", get_args(AnyLossChunk))):
             if getattr(settings, name) == "auto" and before.get(name) in choices:
                 settings = dataclasses.replace(settings, **{name: before[name]})

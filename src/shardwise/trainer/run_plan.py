@@ -24,6 +24,7 @@ from ..core.optim.probe import num_moments
 from ..core.schedule.model import UnitSpec
 from ..core.schedule.state_bytes import Way, state_bytes
 from ..core.schedule.units import find_blocks, find_units
+from ..core.wire.collectives import exchange
 from ..core.wire.ledger import add_up
 from ..planner.assess import Assessment, Assessor, Machine, Subject, Works
 from ..planner.auto import Batch, Workload
@@ -202,7 +203,9 @@ def plan_of(draft: Draft, model: nn.Module) -> RunPlan:
     assess = Assessor(draft.subject, machine, clips=draft.clips)
     entry = assess(name, [unit.layout for unit in units], training)
     if draft.may_enlarge_chunks:
-        entry = _with_best_chunk(entry, assess)
+        best = _with_best_chunk(entry, assess)
+        # Devices may differ: large chunks on all ranks, or on none.
+        entry = best if all(exchange(engine.mesh.world, best.training.loss_chunk == "large")) else entry
         training = entry.training
     others = tuple(assess(entry.name, entry.layouts, training) for entry in found if entry.name != name)
     # The engine's own schedule may follow another order after the first step.

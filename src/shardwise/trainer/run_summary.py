@@ -102,7 +102,7 @@ def _host_memory(run: Run, engine: Engine, held: Memory) -> str:
         pinned = pinned if run.device.type == "cuda" else ""
         words.append(f"{size(held.planned_host)} a rank{pinned}, of {size(run.free_host_bytes)} free")
     if engine.host.spare_bytes:
-        words.append(f"{size(engine.host.spare_bytes)} of it for updates before the norm is known")
+        words.append(f"included: {size(engine.host.spare_bytes)} for updates before the norm is known")
     if any(unit.layout.optimizer_on != "device" for unit in engine.schedule.units):
         when = " inside the backward, so that no norm of gradients is known" if run.updates_early else ""
         words.append(f"updates by {plural(num_cores(), 'core')} a rank{when}")

@@ -396,7 +396,7 @@ def complaints(names: list[str], strategies: list[str], make: Make) -> list[str]
     return found
 
 
-@pytest.mark.quick("zero2_offload-2")
+@pytest.mark.quick("zero2_offload-1")
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("strategy", ON_HOST)
 def test_no_bit_changes(run_ranks: Pool, strategy: str, world: int) -> None:
@@ -421,6 +421,7 @@ def in_chunks(*args: Any) -> list[str]:
         state_bytes.CHUNK_ELEMS = before
 
 
+@pytest.mark.quick("AdamW", "SGD*")
 @pytest.mark.parametrize("name", ["AdamW", "AdamW fused", "AdamW maximize", "Adam", "SGD momentum", "Adagrad", "NAdam"])
 def test_any_optimizer(run_ranks: Pool, name: str) -> None:
     cases = ["nothing special", "clipped", "state is read", "another rate", "infinite"]

@@ -116,11 +116,7 @@ class HostUpdates:
         self._is_adam = self._is_eight_bit or is_plain
         # A scheduler may change a tensor, or a list of betas, in place before the update runs.
         return [
-            {
-                key: deepcopy(value) if isinstance(value, (Tensor, list, tuple)) else value
-                for key, value in group.items()
-                if key != "params"
-            }
+            {key: _copied(value) for key, value in group.items() if key not in ("params", "param_names")}
             for group in groups
         ]
 
@@ -266,6 +262,12 @@ class HostUpdates:
             for key in self._row_names:
                 if isinstance(stored.get(key), Tensor):
                     stored[key].data = _shown(state, index, key)
+
+
+def _copied(setting: Any) -> Any:
+    if isinstance(setting, Tensor):
+        return setting.detach().clone()
+    return deepcopy(setting) if isinstance(setting, (list, tuple)) else setting
 
 
 def _nothing() -> None:

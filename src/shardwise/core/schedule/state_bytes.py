@@ -175,13 +175,13 @@ def spares_of(
         if fits and not (disk and speculation is None):
             found.append(each)
             on_host, on_disk = on_host + host, on_disk + disk
-    why_not = ""
+    why_not, least = "", min(map(sum, sizes), default=0)
     if not flats:
         why_not = "no state that can be updated ahead is off the device (docs/offload.md): leave it out"
-    elif budget > left and not any(disk for _, disk in sizes):
+    elif (budget > left and not any(disk for _, disk in sizes)) or (not found and budget >= least):
         why_not = f"the host has {left:,} for each rank next to its offloaded state: give less, or 0 for none"
     elif not found:
-        why_not = f"the update of the smallest unit needs {min(map(sum, sizes)):,}: give more, or 0 for none"
+        why_not = f"the update of the smallest unit needs {least:,}: give more, or 0 for none"
     if speculation is not None and why_not:
         return Spares(why_not=f"speculation is {speculation:,} bytes, and {why_not}")
     return Spares(tuple(found), on_host, on_disk)

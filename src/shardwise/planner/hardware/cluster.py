@@ -93,7 +93,8 @@ def bytes_of(text: str | int, what: str) -> int:
     """Parse `512GB`, `1.5 TB`, `64GiB`; a bare number is bytes. `what`: its name in errors."""
     value = _quantity(str(text), what, _BYTES, "512GB")
     if value < 1e6:
-        raise ConfigurationError(f"{what}: {text} is {value:g} bytes; write {str(text).rstrip(' kKBi')}GB")
+        fix = f"write {text}GB" if str(text).strip().isdigit() else "give at least 1MB"
+        raise ConfigurationError(f"{what}: {text} is {value:g} bytes; {fix}")
     return round(value)
 
 
