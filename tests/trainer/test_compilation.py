@@ -18,7 +18,7 @@ from shardwise.planner.assess import Assessor
 from shardwise.planner.planning import machine_of
 from shardwise.planner.training import Training
 from shardwise.planner.work.work import Work
-from shardwise.trainer import compilation, run_plan
+from shardwise.trainer import compilation, run_folder, run_plan
 from shardwise.trainer.checks import check_all, completed
 from shardwise.trainer.compilation import COMPILE_S, Compilation, Gain, decide, gain_of, known_blocks
 from shardwise.trainer.models.build import build
@@ -205,6 +205,19 @@ def test_ranks_agree_and_a_resumed_run_keeps_the_decision(
     assert choose(replace(settings, resume_from_checkpoint="auto", compile="on")).compile == "on"
     assert run_rank(replace(settings, resume_from_checkpoint="auto", max_steps=3).to_json()) == 0
     assert " compile off " in " ".join(capfd.readouterr().out.split())
+
+
+@pytest.mark.parametrize(
+    ("saved", "chunk"), [({"compile": "on"}, "small"), ({"compile": "on", "loss_chunk": "large"}, "large")]
+)
+def test_a_resumed_run_keeps_its_chunks_and_an_old_one_has_small_ones(
+    saved: dict[str, str], chunk: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_folder, "_choice", lambda *_: (tmp_path, tmp_path / "checkpoint"))
+    monkeypatch.setattr(run_folder, "_config_in", lambda _: ("index.json", json.dumps(saved)))
+    resumed = choose(Settings())
+    assert (resumed.compile, resumed.loss_chunk) == ("on", chunk)
+    assert choose(Settings(loss_chunk="small")).loss_chunk == "small"
 
 
 def test_a_bool_is_refused_outside_of_files() -> None:

@@ -93,8 +93,10 @@ def test_any_number_of_leading_dims_and_another_ignored_index() -> None:
     torch.testing.assert_close(chunked_cross_entropy(hidden, weight, targets, ignore_index=2, chunk_tokens=5), expected)
 
 
-def test_without_a_target_it_is_as_in_torch() -> None:
+@pytest.mark.parametrize("num_tokens", [0, None])
+def test_without_a_target_it_is_as_in_torch(num_tokens: int | None) -> None:
     hidden, weight, targets = example()
+    hidden, targets = hidden[:num_tokens], targets[:num_tokens]
     seen = value_and_grads(chunked_cross_entropy, hidden, weight, targets.fill_(-100), chunk_tokens=8)
     expected = value_and_grads(plain, hidden, weight, targets)
     for a, b in zip(seen, expected, strict=True):

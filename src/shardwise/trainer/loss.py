@@ -11,7 +11,8 @@ backward begins, right after the loss, so the peak is the same. Our way needs mo
 one backward: one gradient of the weight for each forward.
 
 All sums are in fp32: logits, losses and gradients. Until the backward, the gradients are those of the summed loss. The
-backward scales and rounds them once. So nothing underflows before loss scaling, and the number of chunks has no effect.
+backward scales and rounds them once. So nothing underflows before loss scaling, and the number of chunks changes only
+the last bits.
 """
 
 from collections.abc import Callable
@@ -137,7 +138,7 @@ def _sums(
         hidden, weight = hidden.to(wide), weight.to(wide)
     total = hidden.new_zeros((), dtype=wide)
     grad_hidden = torch.empty_like(hidden, dtype=wide) if needs[0] else None
-    grad_weight: Tensor | None = None
+    grad_weight = torch.zeros_like(weight, dtype=wide) if needs[1] and not len(hidden) else None
     compiled = _compiled_slopes() if is_compiled and any(needs) else None
     for start in range(0, hidden.shape[0], chunk_tokens):
         rows = slice(start, start + chunk_tokens)
@@ -163,8 +164,6 @@ def _sums(
                 grad_weight = _product(slopes.t(), states, wide)
             else:
                 _add_product(grad_weight, slopes.t(), states)
-    if needs[1] and grad_weight is None:
-        grad_weight = torch.zeros_like(weight, dtype=wide)
     return total, grad_hidden, grad_weight
 
 
