@@ -242,6 +242,7 @@ def test_what_is_shown_trains_the_same(
         ("--learning-rate -1", "learning_rate: -1.0 must be at least 0 (flag --learning-rate)"),
         ("--compile=perhaps", "compile: 'perhaps' (flag --compile) is not known; known: auto, off, on"),
         ("--compile perhaps", "compile: 'perhaps' (flag --compile) is not known; known: auto, off, on"),
+        ("--speculation lots", "speculation: 'lots' is no quantity"),
         ("--no-seed", "--no-seed"),
         ("--compile True False", "False: no such file"),
         ("missing.yaml", "missing.yaml: no such file"),

@@ -135,7 +135,7 @@ def prepare(request: Request) -> Prepared:
         if not any(flat.may_update_ahead and flat.optimizer in ahead for flat in trained):
             why = "no state off the device that can be updated ahead (docs/offload.md)"
         if why:
-            raise ConfigurationError(f"speculation={request.speculation!r} with {why}: leave it out")
+            raise ConfigurationError(f"speculation={request.speculation!r} with {why}: set it to 'auto'")
     if any(param.is_meta for param in names) and request.seed is None:
         raise ConfigurationError("the model is on the meta device: give sw.shard a seed= to initialise its weights")
     # General facts first: the error names the first fact in which the ranks differ.

@@ -125,7 +125,7 @@ def draft(
     )
     if training.loss == "plain" and settings.loss_chunk == "large":
         raise ConfigurationError(
-            f"loss_chunk large: {settings.model} changes its logits, so its loss has no chunks; leave it out"
+            f"loss_chunk large: the loss of {settings.model} needs all logits, so it has no chunks; leave it out"
         )
     training = replace(training, moments=num_moments(optimizer, training.formats))
     units = tuple(find_units(built.model, parse_units(settings.units)))

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 from ..base.errors import ConfigurationError, did_you_mean
+from ..planner.training import num_bytes_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,6 +176,7 @@ class Settings:
                 needed = f"{name} {value} belongs to lr_scheduler_type {', '.join(schedules)}"
                 raise ConfigurationError(f"{needed}, but that is {schedule}")
         num_nodes(self.nnodes)
+        num_bytes_of(self.speculation)
         parse_units(self.units)
 
     def to_json(self) -> str:

@@ -650,7 +650,7 @@ def refusal(strategy: str, options: dict[str, Any]) -> str:
         ("zero2_offload", {"speculation": "much"}, ["much"]),
         ("zero2_offload", {"speculation": True}, ["True"]),
         ("zero2_offload", {"speculation": "1GB", "early_update": True}, ["1GB", "early_update"]),
-        ("zero2", {"speculation": "1GB"}, ["1GB", "off the device"]),
+        ("zero2", {"speculation": "1GB"}, ["1GB", "off the device", "set it to 'auto'"]),
         ("zero3_nvme", {"speculation": "1GB", "disk_path": "/tmp"}, ["1GB", "updated ahead"]),
     ],
 )
