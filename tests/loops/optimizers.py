@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from tests.loops.frame import ALL, scenario
 from tests.loops.loop import Loop
-from tests.loops.models import adam, sgd, start
+from tests.loops.models import Net, adam, sgd, start
 
 
 def train_with(loop: Loop, make: Callable[[nn.Module], torch.optim.Optimizer], num_steps: int = 3) -> nn.Module:
@@ -20,6 +20,19 @@ def train_with(loop: Loop, make: Callable[[nn.Module], torch.optim.Optimizer], n
 @scenario(equal=ALL)
 def sgd_with_everything(loop: Loop) -> nn.Module:
     return train_with(loop, lambda m: sgd(m, momentum=0.9, nesterov=True, weight_decay=0.1, maximize=False), 4)
+
+
+@scenario(equal=ALL)
+def parameters_that_change_groups(loop: Loop) -> nn.Module:
+    """One moves to the group with another rate, then another one leaves the groups."""
+    model = Net()
+    params = list(model.parameters())
+    groups = [{"params": params[:5], "lr": 0.1}, {"params": params[5:], "lr": 0.01}]
+    model, optimizer = loop.shard(model, torch.optim.SGD(groups, momentum=0.9))
+    first, second = (group["params"] for group in optimizer.param_groups)
+    changes = {1: lambda: second.append(first.pop(0)), 3: first.pop}
+    loop.train(model, optimizer, range(6), each=lambda step: changes.get(step, list)())
+    return model
 
 
 @scenario(equal=ALL)

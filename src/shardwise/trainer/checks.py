@@ -13,6 +13,8 @@ import torch
 from ..base.errors import CheckpointError, ConfigurationError
 from ..checkpoint.opened import open_checkpoint
 from ..core.mesh import require_nodes
+from ..planner.auto import host_bytes_here
+from ..planner.training import num_bytes_of
 from .data.prepare import prepare
 from .data.samples import Samples, open_samples
 from .data.tokenizer import Tokenizer, tokenizer_for
@@ -105,6 +107,11 @@ def check_all(settings: Settings, num_ranks: int) -> Checked:
     folder = offload_of(settings.offload).folder
     if folder is not None and not folder.is_dir():
         raise ConfigurationError(f"offload: {folder} is not a folder: make it, or name one that is there")
+    spare, free = num_bytes_of(settings.speculation) or 0, host_bytes_here()
+    if spare > free and folder is None:  # each rank's share is checked later, and so is a disk
+        raise ConfigurationError(
+            f"speculation is {spare:,} bytes for each rank, and this host has {free:,}: give less, or 0 for none"
+        )
     if settings.node_size is not None:
         require_nodes(num_ranks, settings.node_size)
     needed: list[tuple[str, str, str]] = [("report_to", word, word) for word in settings.report_to]

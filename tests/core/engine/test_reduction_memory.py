@@ -195,6 +195,37 @@ def test_an_input_that_is_changed_before_it_is_used_is_refused(run_ranks: Pool) 
     run_ranks(2, change_an_input)
 
 
+class Queries(nn.Module):
+    """A layer whose input is a part of another weight, directly or behind `detach`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.queries = nn.Parameter(torch.randn(6, 8))
+        self.one, self.two, self.three = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.three(x) + self.one(self.queries[:4]).mean(0) + self.two(self.queries.data[None]).mean(1)
+
+
+def train_queries(min_late_bytes: int) -> dict[str, Tensor]:
+    sw.init()
+    model: Any = nn.Sequential(*(Queries() for _ in range(4)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = sw.shard(model, optimizer, "zero3", precision="fp32", units=["Queries"])
+    with like_a_gpu(engine_of(model), min_late_bytes):
+        for _ in range(2):
+            model(torch.ones(2, 8)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return sw.full_state_dict(model)
+
+
+def test_a_layer_may_read_another_weight(run_ranks: Pool) -> None:
+    """Its late gradient must not read memory that other units have by then."""
+    for one, other in zip(run_ranks(2, train_queries, 1 << 40), run_ranks(2, train_queries, 0), strict=True):
+        assert all(torch.equal(one[name], value) for name, value in other.items())
+
+
 def fail_while_finishing() -> None:
     """An error of a reduction that a layer's backward finishes is not taken for a weight without a direct gradient."""
     sw.init()

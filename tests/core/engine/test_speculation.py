@@ -183,6 +183,14 @@ def changing_in_place(model: nn.Module, optimizer: Any) -> Any:
     return finish(model, optimizer)
 
 
+def without_amsgrad(model: nn.Module, optimizer: Any) -> Any:
+    """The largest second moments stay what they are, for the time when amsgrad is on again."""
+    finish(model, optimizer)
+    optimizer.param_groups[0]["amsgrad"] = False
+    backward(model, optimizer)
+    return finish(model, optimizer)
+
+
 def scheduling(model: nn.Module, optimizer: Any) -> None:
     torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5 / (step + 1)).step()
 
@@ -309,6 +317,7 @@ CASES = {
     "another decay": Case(with_group(weight_decay=0.5)),
     "other betas": Case(with_group(betas=(0.8, 0.9))),
     "a list that changes in place": Case(changing_in_place),
+    "without amsgrad": Case(without_amsgrad, drops=None),
     "a scheduler": Case(after(scheduling)),
     "a closure": Case(closing),
     "a hook": Case(hooked),
@@ -428,6 +437,11 @@ def test_any_optimizer(run_ranks: Pool, name: str) -> None:
     for found in run_ranks(2, complaints, cases, ["zero2_offload", "zero3_offload"], OPTIMIZERS[name]):
         assert "\n".join(found) == ""
     for found in run_ranks(2, in_chunks, ["nothing special", "clipped"], ["zero2+optimizer=disk"], OPTIMIZERS[name]):
+        assert "\n".join(found) == ""
+
+
+def test_rows_that_an_update_does_not_know(run_ranks: Pool) -> None:
+    for found in run_ranks(2, complaints, ["without amsgrad"], ["zero2_offload"], OPTIMIZERS["AdamW amsgrad"]):
         assert "\n".join(found) == ""
 
 

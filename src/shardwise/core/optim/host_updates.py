@@ -197,15 +197,16 @@ class HostUpdates:
             return _nothing
 
         made.begin, made.update = begin, update
-        if in_rows:
-            made.written_ahead = [where for where, _, _ in runs]
+        if in_rows:  # rows that this update does not know (amsgrad was on before) are copied
+            made.written_ahead = [where for where, _, _ in runs] if self._row_names == MOMENTS else []
 
     def _its_own(self, made: "FlatUpdate", held: list[UpdatedPart], groups: list[Settings]) -> None:
         """Any other optimizer of torch: its own code, on a copy of it that holds views of the rows as parameters."""
         state = made.state
         # Taken now: the first chunk of a first update adds names that the other chunks do not have yet.
         before = {each.resting: dict(self._optimizer.state.get(each.resting, {})) for each in held}
-        is_whole = state.flat.depth_of_master == 0 and not rows_of(state).on_disk
+        is_on_disk = rows_of(state).on_disk
+        is_whole = state.flat.depth_of_master == 0 and not is_on_disk
 
         def update(chunk: ChunkOfUpdate) -> Callable[[], None]:
             rows = chunk.new
@@ -235,6 +236,9 @@ class HostUpdates:
                         if value.data_ptr() != rows[key][cut].data_ptr():
                             rows[key][cut].copy_(value.reshape(-1))
                         in_rows.append((each, key))
+                    elif is_on_disk and isinstance(value, Tensor) and value.shape == param.shape:  # of a chunk only
+                        what = f"optimizer {type(self._optimizer).__name__} keeps {key!r} with its present settings"
+                        raise ConfigurationError(f"{what}, and there is no room on disk: set them before sw.shard")
                     else:
                         others.append((each, key, value))
                 if chunk.out is not None:

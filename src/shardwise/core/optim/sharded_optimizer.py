@@ -94,7 +94,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for state in states:
             self._places |= {param: (state, index) for index, param in enumerate(state.resting_params)}
         self._parts: list[Part] = []
-        self._parts_are_for: tuple[object, bool] = (None, False)
+        self._parts_are_for: tuple[object, ...] = ()
         self._is_early = early_update
         # In this step: flats whose gradient has arrived (only with early updates), and flats that are updated or that
         # are queued for an update on the host.
@@ -312,7 +312,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self._update_on_host([state for state in states if all(state.gradient.used)])
 
     def _current_parts(self) -> list[Part]:
-        made_for = (self._stepper.update_order, has_hooks(self.inner))
+        held = [list(map(id, group["params"])) for group in self.inner.param_groups]
+        made_for = (self._stepper.update_order, has_hooks(self.inner), held)
         if self._parts_are_for != made_for:
             own = [[state for state in states if state in self._own] for states in made_for[0]]
             self._parts = cut_into_parts(self.inner, own, self._is_at_once)
@@ -419,7 +420,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if complaint:
             del groups[num_groups:]
             raise ConfigurationError(f"optimizer.add_param_group: {complaint}")
-        self._parts_are_for = (None, False)
 
     state_dict = _refusing("optimizer.state_dict() has this rank's shards only: call sw.save(path, model, optimizer)")
     load_state_dict = _refusing(
