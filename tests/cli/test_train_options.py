@@ -243,6 +243,7 @@ def test_what_is_shown_trains_the_same(
         ("--compile=perhaps", "compile: 'perhaps' (flag --compile) is not known; known: auto, off, on"),
         ("--compile perhaps", "compile: 'perhaps' (flag --compile) is not known; known: auto, off, on"),
         ("--speculation lots", "speculation: 'lots' is no quantity"),
+        ("--strategy zero2_offload --speculation 900TB", "speculation is 900,000,000,000,000 bytes for each rank"),
         ("--no-seed", "--no-seed"),
         ("--compile True False", "False: no such file"),
         ("missing.yaml", "missing.yaml: no such file"),

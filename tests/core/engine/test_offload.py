@@ -876,6 +876,18 @@ def by_hand(strategy: str) -> None:
     optimizer.step()
 
 
+def momentum_on_disk() -> None:
+    """It is turned on later, so nothing was reserved for it."""
+    sw.init()
+    model: Any = Stack()
+    given = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = sw.shard(model, given, "zero2+optimizer=disk", precision="fp32", **disk_for("zero3_nvme"))
+    optimizer.param_groups[0]["momentum"] = 0.9
+    loss_of(model, 0).backward()
+    optimizer.step()
+    loss_of(model, 1)
+
+
 def shard_with(strategy: str, make: Make = adamw, **options: Any) -> None:
     sw.init()
     model = Stack()
@@ -925,6 +937,10 @@ REFUSALS: dict[str, tuple[Callable[[], None], str]] = {
     "hooks of an optimizer on disk": (
         partial(by_hand, "zero3_nvme"),
         r"StateError: unit '[\w.]+' is offloaded to disk, and",
+    ),
+    "momentum on disk that is turned on later": (
+        momentum_on_disk,
+        r"ConfigurationError: optimizer SGD keeps 'momentum_buffer' with its present settings",
     ),
     "parameters that never leave": (
         partial(shard_with, "zero2+params=host+optimizer=host"),
