@@ -22,6 +22,7 @@ from torch import Tensor, nn
 import shardwise as sw
 from shardwise.core.engine.guards import engine_of
 from shardwise.core.schedule import state_bytes
+from shardwise.core.unit.state import FlatState
 from tests.core.engine.test_offload import Make, Stack, Whole, is_same, loss_of
 from tests.core.optim.test_optimizers import OPTIMIZERS
 from tests.harness import Pool
@@ -497,6 +498,23 @@ def adding_a_group(speculation: int) -> tuple[list[Any], int]:
     return [*values, *everything(model, optimizer)], engine_of(model).host_jobs.num_ahead["accepted"]
 
 
+def closing_at_once(speculation: int) -> tuple[list[Any], int]:
+    """A step with a closure begins while the host is about to use the results of the last one."""
+    model, optimizer = shard(Stack(), speculation)
+    for step in range(3):
+        loss_of(model, step).backward()
+        await_host(model)
+        finish(model, optimizer)
+    with pytest.MonkeyPatch.context() as patch:
+        swap = FlatState.swap
+        patch.setattr(FlatState, "swap", lambda state, spare: (swap(state, spare), time.sleep(0.1)))
+        loss_of(model, 3).backward()
+        await_host(model)
+        finish(model, optimizer)
+        loss = closing(model, optimizer)
+    return [loss, *everything(model, optimizer)], engine_of(model).host_jobs.num_ahead["accepted"]
+
+
 def shard(model: nn.Module, speculation: int, strategy: str = "zero2_offload", **options: Any) -> tuple[nn.Module, Any]:
     given = adamw(list(model.parameters()))
     return sw.shard(model, given, strategy, **{"precision": "fp32", "speculation": speculation, **options})
@@ -515,7 +533,7 @@ def loops_that_differ(loop: Callable[[int], tuple[list[Any], int]]) -> str:
     return "" if is_equal and not none and accepted else f"{is_equal=}, {none=}, {accepted=}"
 
 
-@pytest.mark.parametrize("loop", [accumulating, two_optimizers, adding_a_group])
+@pytest.mark.parametrize("loop", [accumulating, two_optimizers, adding_a_group, closing_at_once])
 def test_loops(run_ranks: Pool, loop: Callable[[int], tuple[list[Any], int]]) -> None:
     assert run_ranks(2, loops_that_differ, loop) == ["", ""]
 

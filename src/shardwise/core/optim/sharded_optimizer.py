@@ -372,6 +372,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             raise StateError("optimizer.step(closure) cannot skip steps that overflow: leave out the closure, or fp16")
         if self._is_early:
             raise _early_error("optimizer.step(closure)", "leave out one of them")
+        self._take_from_host(self._states)  # the last updates may still run there
 
         def evaluate() -> float:
             self._take_back_gradients(self._states)
