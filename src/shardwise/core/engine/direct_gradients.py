@@ -97,12 +97,12 @@ def _forward(module: Any, state: FlatState, index: int) -> Any:
             or "bias" not in parameters
             or not (torch.is_grad_enabled() and param.requires_grad)
             or type(input) is not Tensor
-            or input.is_nested
-            # A part of another weight of the unit: a late gradient would read it when others have its memory.
-            or input.untyped_storage().data_ptr() == param.untyped_storage().data_ptr()
+            or (input.is_nested or input.layout != torch.strided)
             or torch.is_autocast_enabled(input.device.type)
             or torch._C._are_functorch_transforms_active()
             or torch.autograd.forward_ad._current_level >= 0
+            # A part of another weight of the unit: a late gradient would read it when others have its memory.
+            or input.untyped_storage().data_ptr() == param.untyped_storage().data_ptr()
         ):
             return nn.Linear.forward(module, input)
         return _apply_linear(input, param, parameters["bias"], state, index)
