@@ -283,3 +283,11 @@ def random_numbers_of_the_script(loop: Loop) -> nn.Module:
     loop.train(model, optimizer)
     loop.check(torch.rand(3))
     return model
+
+
+@scenario(equal=ALL)
+def sparse_inputs(loop: Loop) -> nn.Module:
+    """A bag of words goes into a linear layer as a sparse tensor."""
+    model, optimizer = start(loop)
+    loop.train(model, optimizer, loss_of=lambda model, x, y: F.mse_loss(model(x.to_sparse()), y))
+    return model
