@@ -24,7 +24,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
-from shardwise.planner.hardware.gpus import DATA, Efficiency, Overheads
+from shardwise.planner.hardware.gpus import DATA, Efficiency, Overheads, efficiency_of
 
 from .planner_published import Row, Step, predicted_s, steps_and_left_out, unit_seconds
 
@@ -36,45 +36,49 @@ FAR = 0.1
 
 @dataclass(frozen=True)
 class Constants:
-    """What is fitted. `flash2` is what attention gains from flash-attention 2, which torch has had since 2.2;
-    `tail_waves` the part of a wave of tiles that a product wastes at its end."""
+    """What is fitted. `*_products` are those of an A100 and an H100; other GPUs keep their ratio to these in the table.
+    `*_attention`, `ramp` and `narrow` are of flash-attention 1, which llm-foundry used: with version 2, which torch has
+    had since 2.2, attention has the shares of the table, which are those of published kernels. `tail_waves`: the part
+    of a wave of tiles that a product wastes at its end."""
 
     ampere_products: float = 0.75
     ampere_attention: float = 0.33
     hopper_products: float = 0.65
     hopper_attention: float = 0.2
     memory: float = 0.7
-    flash2: float = 1.7
     ramp: float = 200.0
     narrow: float = 0.95
     prologue: float = 60.0
     tail_waves: float = 0.05
-    contention: float = 1.5
+    contention: float = 2.0
     hop_us: float = 20.0
 
 
-# Wave: multiprocessors x tile of 128 x 256. Generations without a fit take the nearest one's shares.
-WAVES = {"ampere": 108 * 32768, "hopper": 132 * 32768, "ada": 128 * 32768, "blackwell": 148 * 32768}
-RELATIVE = {"ada": "ampere", "blackwell": "hopper"}
+TILE = 128 * 256  # outputs of a product that a multiprocessor computes at a time
+# The GPU whose share for products scales that of others of a generation.
+RELATIVE = {"ampere": "A100-80GB", "ada": "A100-80GB", "hopper": "H100-80GB", "blackwell": "H100-80GB"}
 GAP_S = 3e-6
 
 
 def efficiency_for(step: Step, constants: Constants) -> Efficiency:
-    name = step.cluster.gpu.name
-    generation = next(row[0] for row in DATA["generations"] if name.startswith(tuple(row[1])))
-    family = RELATIVE.get(generation, generation)
-    gain = constants.flash2 if step.row.stack in ("torch 2.2", "torch 2.3+") else 1.0
-    return Efficiency(
-        products=getattr(constants, f"{family}_products"),
-        attention=getattr(constants, f"{family}_attention") * gain,
+    gpu = step.cluster.gpu
+    table = efficiency_of(gpu.name)
+    generation = next(row[0] for row in DATA["generations"] if gpu.name.startswith(tuple(row[1])))
+    like = RELATIVE[generation]
+    family = "ampere" if like.startswith("A100") else "hopper"
+    found = replace(
+        table,
+        products=getattr(constants, f"{family}_products") * table.products / efficiency_of(like).products,
         memory=constants.memory,
         prologue=constants.prologue,
-        tail=constants.tail_waves * WAVES[generation],
+        tail=constants.tail_waves * gpu.multiprocessors * TILE,
         source="fit",
-        ramp=constants.ramp,
-        narrow=constants.narrow,
         gap_s=GAP_S,
     )
+    if step.row.stack in ("torch 2.2", "torch 2.3+"):
+        return found
+    attention = getattr(constants, f"{family}_attention")
+    return replace(found, attention=attention, backward=1.0, ramp=constants.ramp, narrow=constants.narrow)
 
 
 def wear_for(constants: Constants) -> Overheads:
@@ -127,7 +131,6 @@ def fit(steps: Sequence[Step], start: Constants) -> Constants:
                 for name, step in zip(names, change, strict=True)
             },
         )
-        now = replace(now, contention=max(1.001, now.contention))
     return now
 
 

@@ -30,6 +30,8 @@ ROWS = Path(__file__).with_name("planner_published_rows.json")
 CLUSTERS = {
     "A100-40GB": ("A100-40GB", "roce-200"),
     "A100-80GB": ("A100-80GB", "roce-200"),
+    "A100-80GB-400G": ("A100-80GB", "5.6GB/s"),  # 400 Gbit/s a node, of which RoCE reaches 90 %
+    "H100-80GB-800G": ("H100-80GB", "11.2GB/s"),
     "H100-80GB": ("H100-80GB", "ib-ndr"),
     "H100-96GB-HBM2e": ("H100-96GB", "ib-ndr"),
     "GB200": ("GB200", "ib-ndr"),
@@ -89,7 +91,10 @@ class Step:
 
 
 def step_of(row: Row) -> Step:
-    shape = shape_named(row.model.lower().removesuffix("-hf"))
+    if row.model == "Llama-2-34B":  # not in the planner's list; the sizes of Code Llama 34B
+        shape = replace(shape_named("llama-2-70b"), name="llama-2-34b", layers=48, ffn=22016)
+    else:
+        shape = shape_named(row.model.lower().removesuffix("-hf"))
     name, network = CLUSTERS[row.gpu]
     modes: dict[str, tuple[Checkpointing, ...]] = {
         "none": ("none",), "full": ("full",), "selective": ("selective",), "layer": ("none", "full"),
@@ -119,7 +124,8 @@ def _works(row: Row, shape: ModelShape, checkpointing: Checkpointing) -> tuple[T
     works = works_of(shape, training)
     if checkpointing == "full" and row.stack == "torch 1.13":
         # A recompute did not yet end with the last tensor that the backward needs.
-        whole = {id(work): replace(work, recomputed=1.0) if work.recomputed else work for work in works.values()}
+        again = {"recomputed": 1.0, "recomputed_attention": 1.0}
+        whole = {id(work): replace(work, **again) if work.recomputed else work for work in works.values()}
         works = {name: whole[id(work)] for name, work in works.items()}
     return training, works
 

@@ -104,7 +104,7 @@ def test_collectives_slow_down_what_runs_beside_them() -> None:
     plan = schedule(4)
     each = UnitSeconds(forward=1e-3, backward=2e-3)
     alone = play(plan, each, cluster()).step_s
-    beside = play(plan, each, cluster(), Overheads(contention=2.0))
+    beside = play(plan, each, cluster(), Overheads(lost=0.5))
     busy_s = beside.busy_s["intra"]
     assert alone < beside.step_s <= alone + busy_s / 2 + 1e-6
 
