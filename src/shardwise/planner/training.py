@@ -20,8 +20,8 @@ USUAL_SEQ = 2048
 MOST = {"seq": 10**8, "micro_batch": 10**6, "num_micro_batches": 10**6}
 MOST_RANK = 10**6
 
-# Moments of each parameter (SGD has momentum), and the bytes of one if it has not the master's dtype: 8-bit moments have
-# one fp32 scale per 256 elements.
+# Moments of each parameter (SGD has momentum), and the bytes of one if it does not have the master's dtype: 8-bit
+# moments have one fp32 scale per 256 elements.
 MOMENTS: dict[Optimizer, int] = {"adamw": 2, "adamw8bit": 2, "sgd": 1}
 MOMENT_BYTES: dict[Optimizer, float] = {"adamw8bit": 1 + 4 / 256}
 

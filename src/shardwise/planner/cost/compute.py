@@ -3,8 +3,8 @@
 Matrix products and attention run at a share of the GPU's peak, everything else at a share of its memory bandwidth. The
 three run one after the other on one stream, so their times add up. A backward has two products for each product of the
 forward (one if the weight is frozen) and twice its kernels; its memory traffic is counted. Attention's backward has 2.5
-times the FLOP of its forward, because it recomputes the scores. Recomputation (activation checkpointing) is added to the
-backward. Gradients that autograd allocated are copied on another stream, next to the computation.
+times the FLOP of its forward, because it recomputes the scores. Recomputation (activation checkpointing) is added to
+the backward. Gradients that autograd allocated are copied on another stream, next to the computation.
 """
 
 from collections.abc import Mapping
@@ -58,13 +58,14 @@ class Speed:
 
 
 def speed_of(gpu: Gpu, efficiency: Efficiency, training: Training, head_dim: int = 128) -> Speed:
-    """Compute the rates of a GPU. Attention is never faster than products: in fp32 it has no fast kernel."""
-    products = (gpu.fp32_flops if training.formats.products == FP32 else gpu.flops) * efficiency.products
+    """Compute the rates of a GPU. In fp32 attention has no fast kernel, so it is never faster than products."""
+    is_fp32 = training.formats.products == FP32
+    products = (gpu.fp32_flops if is_fp32 else gpu.flops) * efficiency.products
     share = efficiency.attention * training.seq / (training.seq + efficiency.ramp)
     size = efficiency.narrow if head_dim <= 64 else efficiency.wide if head_dim > 128 else 1.0
     attention = gpu.flops * share * size
     memory, itemsize = gpu.hbm_bytes_per_s * efficiency.memory, training.formats.compute.itemsize
-    return Speed(products, min(products, attention), memory, efficiency, itemsize)
+    return Speed(products, min(products, attention) if is_fp32 else attention, memory, efficiency, itemsize)
 
 
 def seconds_of(

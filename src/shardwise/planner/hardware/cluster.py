@@ -270,7 +270,9 @@ def efficiency_in(measured: Measured) -> Efficiency:
     usual = efficiency_of(known.name)
     lost = (1 + usual.prologue / MATRIX) * (1 + usual.tail / MATRIX**2)
     products = min(1.0, measured.flops / known.flops * lost)
-    return replace(usual, products=products, source=f"products measured by doctor; else {usual.source}")
+    attention = usual.attention * min(1.0, products / usual.products)  # less if the GPU is limited, such as in power
+    source = f"products measured by doctor; else {usual.source}"
+    return replace(usual, products=products, attention=attention, source=source)
 
 
 def gpu_in(measured: Measured, num_ranks: int = 1) -> Gpu:
