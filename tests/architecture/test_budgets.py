@@ -15,9 +15,9 @@ from tests.architecture.source import PACKAGE, trees
 # and codecs are prepared once instead of in every step, reduction slots have the size of their unit, host updates run
 # before the gradients' norm is known, also of state on disk, the trainer decides whether to compile, and says if torch
 # could not (trainer/compilation.py), Hugging Face models get fused parts (trainer/models/fused_parts.py), and the plan
-# chooses the chunks of the loss, and has each GPU's own rates, contention by rate and moments in bytes. The core: host updates wait for copies that read old weights and are prepared once,
-# the first gathers of a step wait for the updates of their own units, and engine and planner share the choice of spare
-# memory.
+# chooses the chunks of the loss, and has each GPU's own rates, contention by rate and moments in bytes. The core: host
+# updates wait for copies that read old weights and are prepared once, the first gathers of a step wait for the updates
+# of their own units, and engine and planner share the choice of spare memory.
 MAX_LINES = {"core/": 10_280, "": 40_657}
 MAX_FILES = 219
 MAX_FILE_LINES = 500
