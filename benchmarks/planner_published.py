@@ -27,15 +27,20 @@ from shardwise.planner.work.work import Work
 ROWS = Path(__file__).with_name("planner_published_rows.json")
 
 # GPU and network of a row. Networks that are not stated are the usual ones.
-CLUSTERS = {
+CLUSTERS: dict[str, tuple[str, str]] = {
     "A100-40GB": ("A100-40GB", "roce-200"),
     "A100-80GB": ("A100-80GB", "roce-200"),
+    "A100-80GB-400G": ("A100-80GB", "5.6GB/s"),  # 400 Gbit/s a node, of which RoCE reaches 90 %
+    "H100-80GB-800G": ("H100-80GB", "11.2GB/s"),
     "H100-80GB": ("H100-80GB", "ib-ndr"),
     "H100-96GB-HBM2e": ("H100-96GB", "ib-ndr"),
     "GB200": ("GB200", "ib-ndr"),
     "RTX3090": ("RTX-3090", "ethernet-10"),
     "RTX4090": ("RTX-4090", "ethernet-10"),
 }
+# The links within a node, where they are not those of the GPU's table. Answer.AI's 3090s have "an older motherboard and
+# slow PCI lanes".
+WITHIN = {"RTX3090": "pcie3"}
 # What Answer.AI's script puts adapters on.
 TARGETS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "down_proj")
 
@@ -89,7 +94,10 @@ class Step:
 
 
 def step_of(row: Row) -> Step:
-    shape = shape_named(row.model.lower().removesuffix("-hf"))
+    if row.model == "Llama-2-34B":  # not in the planner's list; the sizes of Code Llama 34B
+        shape = replace(shape_named("llama-2-70b"), name="llama-2-34b", layers=48, ffn=22016)
+    else:
+        shape = shape_named(row.model.lower().removesuffix("-hf"))
     name, network = CLUSTERS[row.gpu]
     modes: dict[str, tuple[Checkpointing, ...]] = {
         "none": ("none",), "full": ("full",), "selective": ("selective",), "layer": ("none", "full"),
@@ -99,7 +107,7 @@ def step_of(row: Row) -> Step:
     return Step(
         row,
         shape,
-        make_cluster(f"{row.node_size}x{name}", row.num_nodes, network=network),
+        make_cluster(f"{row.node_size}x{name}", row.num_nodes, network=network, intra=WITHIN.get(row.gpu)),
         works,
         tuple((schedule, step_events(schedule, num)) for num in range(1, min(row.num_micro_batches, 2) + 1)),
     )
@@ -117,9 +125,10 @@ def _works(row: Row, shape: ModelShape, checkpointing: Checkpointing) -> tuple[T
         engine="shardwise" if row.model.endswith("-hf") else "fsdp2",
     )
     works = works_of(shape, training)
-    if checkpointing == "full" and row.stack == "torch 1.13":
-        # A recompute did not yet end with the last tensor that the backward needs.
-        whole = {id(work): replace(work, recomputed=1.0) if work.recomputed else work for work in works.values()}
+    if checkpointing == "full" and (row.stack == "torch 1.13" or row.model.endswith("-hf")):
+        # A recompute did not yet end with the last tensor that the backward needs. A reentrant one never does.
+        again = {"recomputed": 1.0, "recomputed_attention": 1.0}
+        whole = {id(work): replace(work, **again) if work.recomputed else work for work in works.values()}
         works = {name: whole[id(work)] for name, work in works.items()}
     return training, works
 

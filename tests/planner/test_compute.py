@@ -52,6 +52,22 @@ def test_attention_and_traffic_have_their_own_rates() -> None:
     assert backward_s(asked, UNIT) == 250.0 + 30.0
 
 
+def test_a_backward_of_attention_has_a_rate_of_its_own_and_so_do_small_and_large_heads() -> None:
+    asked, gpu = work(attention_flops=100.0), gpu_named("h200")
+    shares = replace(PLAIN, attention=0.5, backward=0.5, narrow=0.8, wide=0.6)
+    assert backward_s(asked, replace(UNIT, efficiency=shares)) == 2 * 250.0
+    speeds = [speed_of(gpu, shares, Training(), head_dim).attention / gpu.flops for head_dim in (64, 128, 256)]
+    assert speeds == pytest.approx([0.4, 0.5, 0.3])
+
+
+def test_attention_and_products_are_computed_again_at_their_own_rates() -> None:
+    asked = work(products=(Product(8, 4, 2),), attention_flops=128.0, recomputed=0.75, recomputed_attention=1.0)
+    slow = replace(UNIT, attention=0.5)
+    plain = work_seconds(replace(asked, recomputed=0.0, recomputed_attention=0.0), slow, Training())
+    # All of attention, and half of the products.
+    assert work_seconds(asked, slow, Training()).backward == plain.backward + 128 / 0.5 + 0.5 * 128
+
+
 def test_what_is_computed_again_is_added_to_the_backward() -> None:
     asked = work(products=(Product(8, 4, 2),), moved_bytes=10.0, recomputed=0.5)
     plain = work_seconds(replace(asked, recomputed=0.0), UNIT, Training())
@@ -84,6 +100,25 @@ def test_every_gpu_of_the_table_has_an_efficiency_with_a_source() -> None:
         found = efficiency_of(name)
         assert all(0 < share < 1 for share in (found.products, found.attention, found.memory))
         assert found.source
+
+
+@pytest.mark.parametrize(
+    ("gpu", "seq", "head_dim", "teraflops"),
+    [  # forward and backward of causal attention together, from the sources in the table
+        ("A100-80GB", 512, 128, 99),
+        ("A100-80GB", 2048, 128, 155),
+        ("A100-80GB", 16384, 128, 189),
+        ("A100-80GB", 16384, 64, 171),
+        ("H100-80GB", 16384, 128, 302),
+        ("RTX-4090", 2048, 128, 110),
+        ("B200", 8192, 128, 1080),
+    ],
+)
+def test_attention_is_as_fast_as_published(gpu: str, seq: int, head_dim: int, teraflops: float) -> None:
+    found = gpu_named(gpu)
+    speed = speed_of(found, efficiency_of(gpu), Training(seq=seq), head_dim)
+    asked = work(attention_flops=1e12)
+    assert 3.5 / (forward_s(asked, speed) + backward_s(asked, speed)) == pytest.approx(teraflops, rel=0.04)
 
 
 def test_in_32_bits_the_other_peak_counts() -> None:

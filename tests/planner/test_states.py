@@ -38,6 +38,9 @@ def test_every_strategy_has_a_row() -> None:
         ("fp32", "adamw", (4, 4, 8)),
         ("bf16", "sgd", (2, 2, 4 + 4)),
         ("bf16", "adamw8bit", (2, 2, 4 + 2 + 8 / 256)),
+        ("pure-bf16", "adamw8bit", (2, 2, 2 + 8 / 256)),
+        ("fp32", "adamw8bit", (4, 4, 2 + 8 / 256)),
+        ("pure-bf16", "sgd", (2, 2, 2)),
     ],
 )
 def test_bytes_of_a_parameter(precision: str, optimizer: str, expected: tuple[float, float, float]) -> None:

@@ -104,9 +104,20 @@ def test_collectives_slow_down_what_runs_beside_them() -> None:
     plan = schedule(4)
     each = UnitSeconds(forward=1e-3, backward=2e-3)
     alone = play(plan, each, cluster()).step_s
-    beside = play(plan, each, cluster(), Overheads(contention=2.0))
+    beside = play(plan, each, cluster(), Overheads(lost=0.5))
     busy_s = beside.busy_s["intra"]
     assert alone < beside.step_s <= alone + busy_s / 2 + 1e-6
+
+
+def test_a_slow_collective_takes_little_from_the_computation() -> None:
+    plan, each, wear = schedule(4), UnitSeconds(forward=1e-3, backward=2e-3), Overheads(contention=2.0)
+    slower = {}
+    for rate in (20.0, 200.0):
+        alone, beside = (play(plan, each, cluster(rate), overheads) for overheads in (IDEAL, wear))
+        slower[rate] = (beside.step_s - alone.step_s) / beside.busy_s["intra"]
+    # Blocks of 25 GB/s on 132 multiprocessors; gathers pass memory twice, reductions three times.
+    assert 0 < slower[20.0] < 2 * (20 / 25 / 132 + 3 * 20 / 4800)
+    assert slower[200.0] > 5 * slower[20.0]
 
 
 def test_the_computation_cannot_overtake_the_host() -> None:

@@ -106,7 +106,7 @@ def _original(
     sizes = (master, master * (2 if engine == "ddp" else 1), 0)
     if engine == "deepspeed":
         sizes = (4, 4, 0) if formats.compute == FP32 else (2, 2, 8) if layout.params == "whole" else (2, 0, 8)
-    moments = (FP32.itemsize if engine == "deepspeed" else master) * training.num_moments
+    moments = training.moment_bytes(FP32.itemsize if engine == "deepspeed" else master)
     share: dict[Split, int] = {"whole": 1, "node": cluster.node_size, "world": cluster.world_size}
     on = {"device": 0.0, "host": 0.0, "disk": 0.0}
     for num_bytes, split, place, kept in (

@@ -43,7 +43,7 @@ NUM_PROBES = 5
 LATENCY_US = 20.0
 # On CPU ranks the same cores compute and send, and each collective costs Python and gloo a part of a millisecond. One
 # core encoded at 3 % and decoded at 5 to 8 % of the rate at which it copies.
-PROCESSOR_OVERHEADS = Overheads(contention=2.0, event_s=5e-4, coding=0.05)
+PROCESSOR_OVERHEADS = Overheads(lost=0.5, event_s=5e-4, coding=0.05)
 # On a CPU, plans this close to the fastest count as equally fast: measured rates differ this much between starts.
 PROCESSOR_TIE = 0.1
 # The rates of a CPU are measured, so they are reached in full.

@@ -20,10 +20,10 @@ USUAL_SEQ = 2048
 MOST = {"seq": 10**8, "micro_batch": 10**6, "num_micro_batches": 10**6}
 MOST_RANK = 10**6
 
-# Memory of an optimizer's moments, as a multiple of the memory of the masters. SGD has momentum. 8-bit moments have one
-# fp32 scale per 256 elements.
-MOMENTS: dict[Optimizer, float] = {"adamw": 2.0, "adamw8bit": 2 * (1 + 4 / 256) / 4, "sgd": 1.0}
-
+# Moments of each parameter (SGD has momentum), and the bytes of one if it does not have the master's dtype: 8-bit
+# moments have one fp32 scale per 256 elements.
+MOMENTS: dict[Optimizer, int] = {"adamw": 2, "adamw8bit": 2, "sgd": 1}
+MOMENT_BYTES: dict[Optimizer, float] = {"adamw8bit": 1 + 4 / 256}
 
 # Limits of the fp32 logits of one chunk of the chunked loss (trainer/loss.py); with their softmax and its 16-bit copy a
 # chunk takes 2.5 times as much. Every chunk reads and writes the whole fp32 gradient of the weight: for a vocabulary of
@@ -68,7 +68,7 @@ class Training:
     loss: Loss = "chunked"
     loss_chunk: LossChunk = "small"
     engine: EngineName = "shardwise"
-    moments: float | None = None  # replaces the value in `MOMENTS`, for another optimizer
+    moments: float | None = None  # replaces `num_moments`, for another optimizer
     speculation: int | str = AUTO  # memory of a rank for updates before the gradients' norm is known
 
     def __post_init__(self) -> None:
@@ -104,7 +104,15 @@ class Training:
 
     @property
     def num_moments(self) -> float:
-        return MOMENTS[self.optimizer] if self.moments is None else self.moments
+        """Memory of the moments, as a multiple of the memory of the masters."""
+        master_itemsize = self.formats.master.itemsize
+        return self.moment_bytes(master_itemsize) / master_itemsize
+
+    def moment_bytes(self, master_itemsize: int) -> float:
+        """Bytes of the moments of one parameter whose master has `master_itemsize` bytes."""
+        if self.moments is not None:
+            return self.moments * master_itemsize
+        return MOMENTS[self.optimizer] * MOMENT_BYTES.get(self.optimizer, master_itemsize)
 
 
 def num_bytes_of(speculation: int | str) -> int | None:

@@ -2,9 +2,9 @@
 
 Matrix products and attention run at a share of the GPU's peak, everything else at a share of its memory bandwidth. The
 three run one after the other on one stream, so their times add up. A backward has two products for each product of the
-forward (one if the weight is frozen) and twice its kernels; its memory traffic is counted. Attention's backward takes
-2.5 times its forward, because it recomputes the scores. Recomputation (activation checkpointing) is added to the
-backward. Gradients that autograd allocated are copied on another stream, next to the computation.
+forward (one if the weight is frozen) and twice its kernels; its memory traffic is counted. Attention's backward has 2.5
+times the FLOP of its forward, because it recomputes the scores. Recomputation (activation checkpointing) is added to
+the backward. Gradients that autograd allocated are copied on another stream, next to the computation.
 """
 
 from collections.abc import Mapping
@@ -16,7 +16,7 @@ from ..hardware.gpus import Efficiency, Gpu
 from ..training import Training
 from ..work.work import Work
 
-ATTENTION_BACKWARD = 2.5  # time, relative to the forward
+ATTENTION_BACKWARD = 2.5  # FLOP, relative to the forward
 KERNELS_BACKWARD = 2.0  # number of kernels, relative to the forward
 # The same for a loss. A chunked loss does almost everything in its forward.
 LOSS_KERNELS_BACKWARD = {"plain": 1.0, "chunked": 0.0, "fused": 0.0}
@@ -58,12 +58,14 @@ class Speed:
 
 
 def speed_of(gpu: Gpu, efficiency: Efficiency, training: Training, head_dim: int = 128) -> Speed:
-    """Compute the rates of a GPU. Attention is never faster than products: in fp32 it has no fast kernel."""
-    products = (gpu.fp32_flops if training.formats.products == FP32 else gpu.flops) * efficiency.products
+    """Compute the rates of a GPU. In fp32 attention has no fast kernel, so it is never faster than products."""
+    is_fp32 = training.formats.products == FP32
+    products = (gpu.fp32_flops if is_fp32 else gpu.flops) * efficiency.products
     share = efficiency.attention * training.seq / (training.seq + efficiency.ramp)
-    attention = gpu.flops * share * (1.0 if head_dim > 64 else efficiency.narrow)
+    size = efficiency.narrow if head_dim <= 64 else efficiency.wide if head_dim > 128 else 1.0
+    attention = gpu.flops * share * size
     memory, itemsize = gpu.hbm_bytes_per_s * efficiency.memory, training.formats.compute.itemsize
-    return Speed(products, min(products, attention), memory, efficiency, itemsize)
+    return Speed(products, min(products, attention) if is_fp32 else attention, memory, efficiency, itemsize)
 
 
 def seconds_of(
@@ -118,8 +120,12 @@ def work_seconds(work: Work, speed: Speed, training: Training) -> UnitSeconds:
     num_kernels *= 1.0 if training.compile else HOST_OF_CHECKPOINTING[training.checkpointing]
     # All elementwise operations are recomputed, even if the results of products are saved; their traffic is counted.
     gaps = work.num_kernels * speed.efficiency.gap_s
-    computed = forward - work.moved_bytes / speed.memory - gaps
-    recomputed = work.recomputed * computed + (gaps if work.recomputed else 0.0)
+    attention_s = work.attention_flops / speed.attention
+    products_s = forward - work.moved_bytes / speed.memory - gaps - attention_s
+    again_flops = work.recomputed * work.flops - work.recomputed_attention * work.attention_flops
+    product_flops = work.flops - work.attention_flops
+    recomputed = work.recomputed_attention * attention_s + (gaps if work.recomputed else 0.0)
+    recomputed += products_s * again_flops / product_flops if product_flops else 0.0
     return UnitSeconds(
         forward,
         backward_s(work, speed) + recomputed,
@@ -146,7 +152,7 @@ def backward_s(work: Work, speed: Speed, kernels: float = KERNELS_BACKWARD) -> f
         products_s += product.count * (by_input + by_weight)
     return (
         products_s
-        + ATTENTION_BACKWARD * work.attention_flops / speed.attention
+        + ATTENTION_BACKWARD * work.attention_flops / (speed.attention * speed.efficiency.backward)
         + work.backward_moved_bytes / speed.memory
         + kernels * work.num_kernels * speed.efficiency.gap_s
     )

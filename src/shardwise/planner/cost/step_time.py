@@ -30,6 +30,12 @@ Queue = tuple[str, str]  # a lane, and the name of one of its queues
 Cost = tuple[tuple[tuple[str, float], ...], float]  # pairs (wire, seconds that it is occupied); the latency after them
 
 COLLECTIVES = ("gather", "reduce")
+# A thread block of a collective moves so many bytes a second (about the rate of a channel of NCCL). What passes through
+# a rank is read once and written once; a reduction reads its own part in addition.
+BYTES_PER_S_OF_A_BLOCK = 25e9
+MEMORY_PASSES = {"all_gather": 2, "broadcast": 2}
+MEMORY_PASSES_OF_SUMS = 3
+MOST_LOST = 0.9  # the computation never stands still
 COPY, DISK, HOST = "copy", "disk", "host"
 _LANES = {"to_device": COPY, "to_host": COPY, "read": DISK, "write": DISK}
 # Bandwidth of PCIe in both directions together, relative to one direction: 54 and 38 GB/s, measured on an H200.
@@ -48,13 +54,15 @@ class Span:
 
 @dataclass(slots=True, eq=False)
 class Op:
-    """A queued operation, which waits for `before`. `end_s` is negative until the operation has begun."""
+    """A queued operation, which waits for `before`. `taken_s`: the seconds of the whole device that it takes from the
+    computation. `end_s` is negative until the operation has begun."""
 
     queue: Queue
     name: str
     ready_s: float
     before: "Op | None"
     cost: Cost
+    taken_s: float = 0.0
     end_s: float = -1.0
 
 
@@ -66,8 +74,9 @@ class Lanes:
         self._queues: defaultdict[Queue, deque[Op]] = defaultdict(deque)
         self._queue_free: defaultdict[Queue, float] = defaultdict(float)
         self._wire_free: defaultdict[str, float] = defaultdict(float)
-        self._costs: dict[Call, Cost] = {}
-        self._busy: list[tuple[float, float]] = []  # (begin, end) of collectives that slow computation down
+        self._costs: dict[Call, tuple[Cost, float]] = {}
+        # (begin, end, share of the computation that is lost) of collectives.
+        self._busy: list[tuple[float, float, float]] = []
         self.busy_s: defaultdict[str, float] = defaultdict(float)
         self.spans: list[Span] = []
 
@@ -76,11 +85,12 @@ class Lanes:
         for call in calls:
             if call not in self._costs:
                 self._costs[call] = self._cost_of(call)
-            after = self._queue(Op((lane, call.axis), name, ready_s, after, self._costs[call]))
+            after = self._queue(Op((lane, call.axis), name, ready_s, after, *self._costs[call]))
         return after
 
-    def _cost_of(self, call: Call) -> Cost:
-        """Return the cost of a collective. `cluster.switch`: the link of all-reduces in a node, if the switch sums."""
+    def _cost_of(self, call: Call) -> tuple[Cost, float]:
+        """Return the cost of a collective, and the seconds that it takes from the computation. `cluster.switch`: the
+        link of all-reduces in a node, if the switch sums."""
         fabric, world = self._cluster.fabric, self._cluster.world_size
         ranks = range(0, world, max(1, world // call.num_ranks)) if call.axis == "replicate" else range(call.num_ranks)
         num_hops = ranks[-1] // fabric.node_size
@@ -88,7 +98,11 @@ class Lanes:
             fabric = replace(fabric, intra=self._cluster.switch)
         transfer = plan_transfer(fabric, call.kind, call.num_bytes, ranks, 0)
         wires = tuple((wire, wire_s) for wire, wire_s in transfer.occupied_s.items() if wire_s)
-        return wires, transfer.latency_s + num_hops * self.overheads.hop_us * 1e-6
+        gpu, moved = self._cluster.gpu, max(transfer.moved_bytes.values())
+        passes = MEMORY_PASSES.get(call.kind, MEMORY_PASSES_OF_SUMS)
+        device_s = moved / (BYTES_PER_S_OF_A_BLOCK * gpu.multiprocessors) + passes * moved / gpu.hbm_bytes_per_s
+        latency_s = transfer.latency_s + num_hops * self.overheads.hop_us * 1e-6
+        return (wires, latency_s), self.overheads.contention * device_s
 
     def coding_s(self, num_bytes: int) -> float:
         """Return the seconds in which the device reads and writes these bytes to encode or decode them."""
@@ -162,15 +176,16 @@ class Lanes:
                 self.spans.append(Span(DISK, first.name, wire_begin_s, free_s))
         first.end_s = self._queue_free[first.queue] = done_s + latency_s
         self._queues[first.queue].popleft()
-        if self.overheads.contention != 1.0 and lane in COLLECTIVES and wires:
-            self._busy.append((begun_s, first.end_s))
+        if lane in COLLECTIVES and wires and (first.taken_s or self.overheads.lost):
+            lost = min(self.overheads.lost + first.taken_s / (first.end_s - begun_s), MOST_LOST)
+            self._busy.append((begun_s, first.end_s, lost))
             self._busy.sort()
         self.spans.append(Span(lane, first.name, begun_s, first.end_s))
         return True
 
     def computed(self, begin_s: float, work_s: float) -> float:
         """Return when computation that starts at `begin_s` ends. It is slower while collectives run."""
-        if self.overheads.contention == 1.0:
+        if not self.overheads.contention and not self.overheads.lost:
             return begin_s + work_s
         end_s = self._slowed_end_s(begin_s, work_s)
         while self.run_until(end_s):
@@ -179,9 +194,8 @@ class Lanes:
         return end_s
 
     def _slowed_end_s(self, begin_s: float, work_s: float) -> float:
-        slowdown = self.overheads.contention
         now_s, left_s = begin_s, work_s
-        for begun_s, ended_s in self._busy:
+        for begun_s, ended_s, lost in self._busy:
             if ended_s <= now_s:
                 continue
             if begun_s > now_s:
@@ -189,9 +203,9 @@ class Lanes:
                     break
                 left_s -= begun_s - now_s
                 now_s = begun_s
-            if now_s + left_s * slowdown <= ended_s:
-                return now_s + left_s * slowdown
-            left_s -= (ended_s - now_s) / slowdown
+            if left_s <= (ended_s - now_s) * (1 - lost):
+                return now_s + left_s / (1 - lost)
+            left_s -= (ended_s - now_s) * (1 - lost)
             now_s = ended_s
         return now_s + left_s
 

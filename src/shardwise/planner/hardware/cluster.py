@@ -60,6 +60,7 @@ class Cluster:
     disk_read_bytes_per_s: float
     disk_write_bytes_per_s: float
     host_adam_elems_per_s: float
+    host_is_measured: bool = False  # if not, the rates of disks and of updates on the host are the table's
 
     def __post_init__(self) -> None:
         require_limits("cluster", self, _LIMITS)
@@ -269,7 +270,9 @@ def efficiency_in(measured: Measured) -> Efficiency:
     usual = efficiency_of(known.name)
     lost = (1 + usual.prologue / MATRIX) * (1 + usual.tail / MATRIX**2)
     products = min(1.0, measured.flops / known.flops * lost)
-    return replace(usual, products=products, source=f"products measured by doctor; else {usual.source}")
+    attention = usual.attention * min(1.0, products / usual.products)  # less if the GPU is limited, such as in power
+    source = f"products measured by doctor; else {usual.source}"
+    return replace(usual, products=products, attention=attention, source=source)
 
 
 def gpu_in(measured: Measured, num_ranks: int = 1) -> Gpu:
@@ -328,4 +331,5 @@ def cluster_in(measured: Measured, num_ranks: int | None = None, nodes: int = 1,
         disk_read_bytes_per_s=measured.disk_read_bytes_per_s,
         disk_write_bytes_per_s=measured.disk_write_bytes_per_s,
         host_adam_elems_per_s=measured.host_adam_elems_per_s,
+        host_is_measured=True,
     )

@@ -8,7 +8,7 @@ of the most similar measured one, and `source` says so. docs/planner.md has the 
 import json
 import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +52,7 @@ class Gpu:
     switch: Link | None = None
     context_bytes: int = 900 * 10**6  # measured on one H200, with the kernels of torch loaded
     has_bf16: bool = True
+    multiprocessors: int = 132  # of the generation
     network: str = ""  # usual network between nodes
     device: str = ""  # text in the driver's name of the device
     host: Host
@@ -71,8 +72,9 @@ class Efficiency:
 
     A product of (m x k) by (k x n) takes as long as 2 (k + prologue) (mn + tail) FLOP at its fraction: filling a tile's
     pipeline costs `prologue` steps of the inner dimension, and the last wave of tiles leaves processors idle, as if
-    there were `tail` more outputs. Attention reaches half of its fraction at sequence length `ramp`; head sizes up to
-    64 multiply it by `narrow`. `gap_s` is the idle time of the device between two kernels.
+    there were `tail` more outputs. The forward of causal attention reaches half of its fraction at sequence length
+    `ramp`, its backward `backward` times as many FLOP/s; head sizes up to 64 multiply both by `narrow`, those above 128
+    by `wide`. `gap_s` is the idle time of the device between two kernels.
     """
 
     products: float
@@ -84,6 +86,8 @@ class Efficiency:
     narrow: float
     gap_s: float
     source: str
+    backward: float = 1.0
+    wide: float = 1.0
 
 
 # Fraction of the memory bandwidth that codecs reach, for all GPUs. An H200 reaches 0.80 to 0.82 when it encodes or
@@ -95,17 +99,19 @@ CODING = 0.75
 class Overheads:
     """Costs of a real machine beyond the figures of its links.
 
-    `contention`: computation takes this many times as long while a collective runs, because the collective also needs
-    processors, memory bandwidth and power. `hop_us`: latency of a ring for every node after the first. The host needs
-    `launch_s` to queue a kernel (torch and autograd included) and `event_s` to start a gather or a reduction.
-    `coding`: fraction of the memory bandwidth at which data is encoded and decoded.
+    `contention`: while a collective runs, computation loses this many times the share of multiprocessors and of memory
+    bandwidth that the collective takes, which grows with its rate. `hop_us`: latency of a ring for every node after the
+    first. The host needs `launch_s` to queue a kernel (torch and autograd included) and `event_s` to start a gather or
+    a reduction. `coding`: fraction of the memory bandwidth at which data is encoded and decoded. `lost`: the share of
+    the computation that is lost while a collective runs at any rate.
     """
 
-    contention: float = 1.0
+    contention: float = 0.0
     hop_us: float = 0.0
     launch_s: float = 0.0
     event_s: float = 0.0
     coding: float = CODING
+    lost: float = 0.0
 
 
 # No overheads, except for codecs.
@@ -113,9 +119,10 @@ IDEAL = Overheads()
 # Our H200 under the emulated fabric, which does not slow the computation. Its host is a virtual machine that queues
 # work slowly. Medians over the steps that the host limits; these times differ by a quarter from run to run.
 EMULATED = Overheads(launch_s=38e-6, event_s=180e-6)
-# `contention` and `hop_us` are fitted to llm-foundry's data: computation hides only a third of a collective's time.
-# In torchtitan's data, keeping units gathered saves as much as their gathers take. Host times: a guess for a fast host.
-REAL = Overheads(contention=2.89, hop_us=30.0, launch_s=15e-6, event_s=50e-6)
+# `contention` and `hop_us` are fitted to llm-foundry's data. A ring at 190 GB/s takes 7 % of the multiprocessors of an
+# A100 and 23 % of its memory bandwidth: computation next to it loses 57 %. At 10 GB/s it loses 3 %. Host times: a guess
+# for a fast host.
+REAL = Overheads(contention=1.87, hop_us=21.0, launch_s=15e-6, event_s=50e-6)
 
 
 def _links(key: str, latency_us: float) -> dict[str, Link]:
@@ -125,6 +132,13 @@ def _links(key: str, latency_us: float) -> dict[str, Link]:
 WITHIN = _links("GB/s within a node", LATENCY_US)
 SWITCHES = _links("GB/s of a switch that adds up", LATENCY_US)
 TO_HOST = _links("GB/s to the host", HOST_LATENCY_US)
+
+
+def _generation(gpu_name: str) -> list[Any]:
+    for row in DATA["generations"]:
+        if gpu_name.startswith(tuple(row[1])):
+            return list(row)
+    raise ConfigurationError(f"GPU {gpu_name!r}: its generation is not known; see planner/hardware/gpus.json")
 
 
 def _gpu(row: list[Any]) -> Gpu:
@@ -140,6 +154,7 @@ def _gpu(row: list[Any]) -> Gpu:
         pcie=TO_HOST[to_host],
         switch=SWITCHES.get(within),
         has_bf16=has_bf16,
+        multiprocessors=_generation(name)[4],
         network=network,
         host=Host(**DATA["hosts"]["server" if network.startswith(("ib", "roce")) else "small"]),
     )
@@ -175,12 +190,13 @@ def gpu_of_device(device_name: str) -> Gpu | None:
 
 
 def efficiency_of(gpu_name: str) -> Efficiency:
-    for _, prefixes, like, is_measured in DATA["generations"]:
-        if gpu_name.startswith(tuple(prefixes)):
-            values = DATA["efficiency"][like]
-            source = values["source"] if is_measured else f"not measured; as an {like}: {values['source']}"
-            return Efficiency(**{**values, "source": source})
-    raise ConfigurationError(f"GPU {gpu_name!r}: its efficiency is not known; see planner/hardware/gpus.json")
+    _, _, name, is_published, _ = _generation(gpu_name)
+    values = {"rest like": name}
+    while (like := values.pop("rest like", None)) is not None:
+        values = {**DATA["efficiency"][like], **values}
+    source = values["source"] if is_published else f"not measured; as an {name}: {values['source']}"
+    known = {entry.name: values[entry.name] for entry in fields(Efficiency) if entry.name in values}
+    return Efficiency(**{**known, "source": source})
 
 
 def peak_flops(device_name: str, dtype: DType) -> float | None:

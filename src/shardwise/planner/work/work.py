@@ -55,8 +55,9 @@ class Work:
     # computed from, which are alive at the end. 0: unknown.
     late_peak_bytes: int = 0
     late_bytes: int = 0
-    # The share of the forward's FLOP (products and attention) that the backward recomputes.
+    # The share of the forward's FLOP (products and attention) that the backward recomputes, and of attention's alone.
     recomputed: float = 0.0
+    recomputed_attention: float = 0.0
     kind: Kind = "activations"
 
     @property
@@ -101,9 +102,10 @@ class Meter:
     def end_backward(self, forward: Work, grad_bytes: int) -> Work:
         flops = sum(product.flops for product in self.products) + self.attention_flops
         recomputed = flops / forward.flops if forward.flops else 0.0
+        attention = self.attention_flops / forward.attention_flops if forward.attention_flops else 0.0
         return replace(
             forward, backward_peak_bytes=self.peak - self.before, grad_bytes=grad_bytes, recomputed=recomputed,
-            backward_moved_bytes=self.moved_bytes,
+            recomputed_attention=attention, backward_moved_bytes=self.moved_bytes,
         )  # fmt: skip
 
 
@@ -123,7 +125,8 @@ def chain(works: Sequence[Work], input_bytes: int = 0) -> Work:
         saved -= work.saved_bytes
         grads += work.grad_bytes
     last = works[-1]
-    flops = sum(work.flops for work in works)
+    flops, attention_flops = sum(work.flops for work in works), sum(work.attention_flops for work in works)
+    attention_again = sum(work.recomputed_attention * work.attention_flops for work in works)
     return replace(
         last,
         saved_bytes=total,
@@ -131,11 +134,12 @@ def chain(works: Sequence[Work], input_bytes: int = 0) -> Work:
         backward_peak_bytes=backward_peak - total - last.output_bytes,
         grad_bytes=grads,
         products=tuple(product for work in works for product in work.products),
-        attention_flops=sum(work.attention_flops for work in works),
+        attention_flops=attention_flops,
         moved_bytes=sum(work.moved_bytes for work in works),
         backward_moved_bytes=sum(work.backward_moved_bytes for work in works),
         num_kernels=sum(work.num_kernels for work in works),
         recomputed=sum(work.recomputed * work.flops for work in works) / flops if flops else 0.0,
+        recomputed_attention=attention_again / attention_flops if attention_flops else 0.0,
     )
 
 
