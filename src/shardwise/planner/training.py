@@ -40,14 +40,19 @@ def tokens_per_chunk(vocab: int, chunk: LossChunk = "small") -> int:
 
 @dataclass(frozen=True, slots=True)
 class Lora:
-    """LoRA adapters of rank `r` on the linear layers `targets`; (): those that peft uses for this kind of model."""
+    """LoRA adapters of rank `r` on the linear layers `targets`; (): those that peft uses for this kind of model.
+    `upcast`: adapters compute in fp32 beside 16-bit weights, so peft casts their inputs."""
 
     r: int = 16
     targets: tuple[str, ...] = ()
+    dropout: float = 0.0
+    upcast: bool = False
 
     def __post_init__(self) -> None:
         if type(self.r) is not int or not 1 <= self.r <= MOST_RANK:
             raise ConfigurationError(f"lora: rank {self.r!r} must be a whole number from 1 to {MOST_RANK:,}")
+        if type(self.dropout) not in (int, float) or not 0 <= self.dropout < 1:
+            raise ConfigurationError(f"lora: dropout {self.dropout!r} must be a number from 0 to less than 1")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -76,8 +76,7 @@ def _stablelm(config: Config, sizes: Fields) -> Fields:
 
 def _qk_norms(config: Config, sizes: Fields, is_default: bool = True) -> Fields:
     """Count the parameters of norms of queries and of keys, if each norm is over all heads together."""
-    norms = _num_qk_norm_elems(sizes) if _read_bool(config, "use_qk_norm", is_default) else 0
-    return {"other_elems": _biases(config, sizes)["other_elems"] + norms}
+    return {"qk_norm_whole": _read_bool(config, "use_qk_norm", is_default)}
 
 
 def _num_qk_norm_elems(sizes: Fields) -> int:
@@ -91,6 +90,13 @@ def _gpt_oss(config: Config, sizes: Fields) -> Fields:
     return {"other_elems": sizes["heads"] + sizes["hidden"] + sizes["num_experts"] * elems_per_expert}
 
 
+def _partial_rotary(config: Config, sizes: Fields) -> Fields:
+    rope = config.get("rope_parameters") or {}
+    share = config.get("partial_rotary_factor", rope.get("partial_rotary_factor", 1.0))
+    head_dim = sizes.get("head_dim", sizes["hidden"] // sizes["heads"])
+    return {"rotary_dim": int(share * head_dim)}
+
+
 _FAMILY_RULES: dict[str, Callable[[Config, Fields], Fields]] = {  # for what families.json cannot express
     "opt": _opt,
     "gptj": lambda config, sizes: {"other_elems": sizes["ffn"] + sizes["hidden"]},  # biases of the feed-forward
@@ -102,6 +108,7 @@ _FAMILY_RULES: dict[str, Callable[[Config, Fields], Fields]] = {  # for what fam
     **dict.fromkeys(("cohere", "cohere2"), partial(_qk_norms, is_default=False)),
     **dict.fromkeys(("olmo2", "olmo3", "olmoe"), _qk_norms),
     "gpt_oss": _gpt_oss,
+    "phi3": _partial_rotary,
 }
 
 

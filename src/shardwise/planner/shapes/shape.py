@@ -16,8 +16,9 @@ from ...base.errors import ConfigurationError, did_you_mean, require_limits
 from ...core.schedule.model import ROOT, Param, Site, UnitSpec, least_outside, parts_of
 from ..training import Lora
 
-Norm = Literal["rms", "layer"]
-Code = Literal["in-tree", "hf"]
+Norm = Literal["rms", "rms-fp32", "layer"]
+Residual = Literal["pre", "post", "parallel"]
+Code = Literal["in-tree", "hf", "titan", "mpt"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +43,15 @@ class ModelShape:
     norm_bias: bool = True  # for layer norms; RMS norms have none
     num_norms: int = 2  # per block
     qk_norm: bool = False  # queries and keys are normalised, each head by itself
+    qk_norm_whole: bool = False  # ... all heads together
+    residual: Residual = "pre"
+    activation: str = "silu"
+    fused_qkv: bool = False
+    fused_gate_up: bool = False
+    rotary_dim: int = 0
+    attention: str = "flash"
+    logits_capped: bool = False
+    has_sinks: bool = False
     num_positions: int = 0  # number of learned positions
     num_experts: int = 1
     num_active_experts: int = 1
@@ -302,13 +312,21 @@ def _in_tree_block(shape: ModelShape, _: bool) -> Iterator[Part]:
 def _llama_block(shape: ModelShape, norm_bias: bool) -> Iterator[Part]:
     hidden, ffn = shape.hidden, shape.ffn
     widths = {"q": shape.query_width, "k": shape.kv_width, "v": shape.kv_width}
+    if shape.fused_qkv:
+        widths = {"qkv": sum(widths.values())}
     yield from (_linear(f"self_attn.{name}_proj", hidden, width, shape.qkv_bias) for name, width in widths.items())
     yield _linear("self_attn.o_proj", shape.query_width, hidden, shape.bias)
     if shape.qk_norm:
         yield _vectors("self_attn.q_norm", shape.head_dim, norm_bias)
         yield _vectors("self_attn.k_norm", shape.head_dim, norm_bias)
+    if shape.qk_norm_whole:
+        yield _vectors("self_attn.q_norm", shape.query_width, norm_bias)
+        yield _vectors("self_attn.k_norm", shape.kv_width, norm_bias)
     if shape.num_experts > 1:
         yield from _experts(shape)
+    elif shape.fused_gate_up:
+        yield _linear("mlp.gate_up_proj", hidden, 2 * ffn, shape.bias)
+        yield _linear("mlp.down_proj", ffn, hidden, shape.bias)
     else:
         if shape.gated:
             yield _linear("mlp.gate_proj", hidden, ffn, shape.bias)

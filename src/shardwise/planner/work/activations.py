@@ -36,6 +36,7 @@ class Head:
     loss: Loss
     is_plain: bool = True
     chunk: LossChunk = "small"
+    is_capped: bool = False
 
     def __call__(self, t: Tape, states: Tensor) -> Tensor:
         return self._plain(t, states) if self.loss == "plain" else self._chunked(t, states)
@@ -43,6 +44,10 @@ class Head:
     def _plain(self, t: Tape, states: Tensor) -> Tensor:
         logits = blocks.linear(t, states, (self.hidden, self.vocab), "lm_head", plain=self.is_plain)
         del states
+        if self.is_capped:  # Gemma 2
+            logits = blocks.scale(t, logits)
+            logits = t.op([logits], kernel=Kernel(saves_result=True))
+            logits = blocks.scale(t, logits)
         scores = t.op([blocks.cast(t, logits, 4)], kernel=Kernel(saves_result=True))
         return t.op([scores], 1, saves=[scores])
 
@@ -102,15 +107,14 @@ class Head:
 
 def end(shape: ModelShape, training: Training, t: Tape, x: Tensor) -> Tensor:
     """Run the end of the model on the tape: from the last block's output to the loss."""
-    is_in_tree = training.engine == "shardwise" and shape.code == "in-tree"
     if shape.norm == "layer":
         states = blocks.layer_norm(t, x, shape.hidden, bias=shape.norm_bias)
     else:
-        states = (blocks.rms_norm if is_in_tree else blocks.llama_norm)(t, x, shape.hidden)
+        states = blocks.rms_norm(t, x, shape.hidden) if shape.code == "in-tree" else blocks.norm(shape, t, x, shape.hidden)
     del x
     # A tied weight is reduced last, with the embedding: the buffer for its gradient does not exist yet.
-    is_plain = shape.code == "hf" and not shape.tied
-    head = Head(shape.hidden, shape.vocab, training.loss, is_plain, training.loss_chunk)
+    is_plain = shape.code != "in-tree" and not shape.tied
+    head = Head(shape.hidden, shape.vocab, training.loss, is_plain, training.loss_chunk, shape.logits_capped)
     return head(t, states)
 
 
@@ -122,7 +126,7 @@ def works_of(shape: ModelShape, training: Training) -> dict[str, Work]:
 def block_works(shape: ModelShape, training: Training) -> tuple[Work, Work]:
     """Return the work of the first block, whose input has no gradient if there are adapters, and of each other one."""
     run = partial(
-        measure, block_of(shape, training.engine == "shardwise"), training.num_tokens * shape.hidden,
+        measure, block_of(shape), training.num_tokens * shape.hidden,
         training.formats.compute.itemsize, checkpointing=training.checkpointing,
     )  # fmt: skip
     habits = _habits(shape, training)
@@ -137,6 +141,8 @@ def _habits(shape: ModelShape, training: Training) -> Habits:
         keeps_every_second=training.engine == "fsdp2",
         rank=training.lora.r if training.lora else 0,
         targets=targets_of(shape, training.lora) if training.lora else (),
+        drops_inputs=training.lora is not None and training.lora.dropout > 0,
+        upcasts=training.lora is not None and training.lora.upcast,
         batch=training.micro_batch,
         seq=training.seq,
     )
@@ -217,13 +223,8 @@ def assign_to_units(work: Work, block: str, units: Sequence[UnitSpec]) -> dict[s
     return {name: work if name == largest else Work(0, 0, 0, work.output_bytes) for name in num_elems}
 
 
-def block_of(shape: ModelShape, is_ours: bool) -> Block:
-    """Select the code of a block. `is_ours`: for our engine; else the code with which others published measurements."""
-    kind: Callable[[ModelShape, Tape, Tensor], Tensor]
-    if not is_ours:
-        kind = blocks.titan_block if shape.gated else blocks.mpt_block
-    elif shape.code == "in-tree":
-        kind = blocks.in_tree_block
-    else:
-        kind = blocks.gpt_block if shape.num_positions else blocks.llama_block
+def block_of(shape: ModelShape) -> Block:
+    """Select the code of a block."""
+    kinds = {"in-tree": blocks.in_tree_block, "titan": blocks.titan_block, "mpt": blocks.mpt_block}
+    kind = kinds.get(shape.code, blocks.gpt_block if shape.num_positions else blocks.llama_block)
     return partial(kind, shape)

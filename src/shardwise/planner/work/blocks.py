@@ -24,9 +24,14 @@ def linear(
     out = _product(tape, x, fan, rank == 0, plain, bias, num_weights)
     if not rank or name not in tape.habits.targets:
         return out
-    narrow = _product(tape, x, (fan[0], rank))
+    habits, itemsize = tape.habits, x.itemsize
+    x = cast(tape, x, 4) if habits.upcasts else x
+    narrow = _product(tape, dropout(tape, x) if habits.drops_inputs else x, (fan[0], rank))
     wide = _product(tape, narrow, (rank, fan[1]))
-    return add(tape, out, wide if tape.habits.is_fused else scale(tape, wide))
+    wide = wide if habits.is_fused else scale(tape, wide)
+    if wide.itemsize == itemsize:
+        return add(tape, out, wide)
+    return cast(tape, tape.op([wide, out], num_passed=1), itemsize)
 
 
 def _product(
@@ -59,8 +64,9 @@ def layer_norm(tape: Tape, x: Tensor, width: int, bias: bool = True) -> Tensor:
     return tape.op([x], saves=[x], weights=[tape.habits.weight(width)] * (1 + bias), kernel=kernel)
 
 
-def llama_norm(tape: Tape, x: Tensor, width: int) -> Tensor:
-    """transformers' RMS norm: in fp32, with one kernel for each operation."""
+def llama_norm(tape: Tape, x: Tensor, width: int, is_wide: bool = False) -> Tensor:
+    """transformers' RMS norm: in fp32, with one kernel for each operation. `is_wide`: so is the product with the weight
+    (Gemma, OLMo 2)."""
     if tape.habits.is_fused:
         return rms_norm(tape, x, width)
     wide = 4 * x.num_elems
@@ -70,11 +76,18 @@ def llama_norm(tape: Tape, x: Tensor, width: int) -> Tensor:
     del squares
     root = tape.op([scale(tape, variance)], kernel=Kernel(saves_result=True))
     states = tape.op([states, root], saves=[states, root], kernel=Kernel(scratch_bytes=wide))
-    narrow = cast(tape, states, x.itemsize)
+    states = states if is_wide else cast(tape, states, x.itemsize)
     weight = tape.habits.weight(width)
-    if not weight.trainable:
-        return tape.op([narrow], weights=[weight])
-    return tape.op([narrow], saves=[narrow], weights=[weight], kernel=Kernel(scratch_bytes=narrow.num_bytes))
+    kernel = Kernel(scratch_bytes=states.num_bytes * weight.trainable)
+    weighted = tape.op([states], saves=[states] if weight.trainable else [], weights=[weight], kernel=kernel)
+    return cast(tape, weighted, x.itemsize)
+
+
+def norm(shape: ModelShape, tape: Tape, x: Tensor, width: int) -> Tensor:
+    """The norm of a model of transformers."""
+    if shape.norm == "layer":
+        return layer_norm(tape, x, width, shape.norm_bias)
+    return llama_norm(tape, x, width, is_wide=shape.norm == "rms-fp32")
 
 
 def cast(tape: Tape, x: Tensor, itemsize: int) -> Tensor:
@@ -130,6 +143,13 @@ def gelu_tanh(tape: Tape, x: Tensor) -> Tensor:
     return multiply(tape, half, part)
 
 
+def relu(tape: Tape, x: Tensor) -> Tensor:
+    return tape.op([x], kernel=Kernel(saves_result=True))
+
+
+_ACTIVATIONS = {"gelu_new": gelu_tanh, "relu": relu}
+
+
 def attention_shape(tape: Tape, shape: ModelShape) -> AttentionShape:
     batch, seq = tape.habits.batch, tape.habits.seq
     return AttentionShape(batch, seq, shape.heads, shape.kv_heads, shape.head_dim, tape.itemsize)
@@ -138,6 +158,8 @@ def attention_shape(tape: Tape, shape: ModelShape) -> AttentionShape:
 def attention(tape: Tape, model: ModelShape, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     """Causal attention without a mask."""
     shape = attention_shape(tape, model)
+    if model.attention == "eager":
+        return _eager(tape, model, query, key, value)
     if shape.kernel == "math":
         return _written_out(tape, shape, query, key, value)
     # For the backward: the log-sum-exp of each row in fp32, and the state of a random generator.
@@ -165,6 +187,34 @@ def _written_out(tape: Tape, shape: AttentionShape, query: Tensor, key: Tensor, 
     return mixed
 
 
+def _eager(tape: Tape, model: ModelShape, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """Attention with all scores in memory, as transformers writes it: with capped scores (Gemma 2), or sinks (gpt-oss)."""
+    shape = attention_shape(tape, model)
+    num_scores = shape.batch * shape.heads * shape.seq * shape.seq
+    key, value = (tape.op([part], query.num_elems) for part in (key, value))
+    kernel = Kernel(attention_flops=shape.flops)
+    copied = tape.op([query], num_passed=1)
+    scores = tape.op([copied, key], num_scores, saves=[copied, key], kernel=kernel)
+    del copied
+    scores = scale(tape, scores)
+    if model.logits_capped:
+        scores = scale(tape, scores)
+        scores = tape.op([scores], kernel=Kernel(saves_result=True))
+        scores = scale(tape, scores)
+    scores = tape.op([scores], num_passed=1)  # the mask is added
+    if model.has_sinks:
+        scores = tape.op([scores])
+        scores = tape.op([scores], num_passed=1)
+        shares = softmax(tape, scores)
+    else:
+        wide = Kernel(saves_result=True, scratch_bytes=4 * num_scores)
+        shares = tape.op([scores], itemsize=4, kernel=wide)
+        shares = cast(tape, shares, tape.itemsize)
+    del scores
+    mixed = tape.op([shares, value], query.num_elems, saves=[shares, value], kernel=replace(kernel, is_kept=True))
+    return tape.op([mixed], num_passed=1)
+
+
 def rotate(tape: Tape, x: Tensor) -> Tensor:
     """Rotary positions of the in-tree transformer: cast to fp32, rotate, cast back."""
     if tape.habits.is_fused:
@@ -182,10 +232,14 @@ def rotate(tape: Tape, x: Tensor) -> Tensor:
     return cast(tape, turned, x.itemsize)
 
 
-def llama_rotate(tape: Tape, x: Tensor) -> Tensor:
+def llama_rotate(tape: Tape, x: Tensor, shape: ModelShape) -> Tensor:
     """transformers' rotary positions, in the compute dtype: x * cos + rotate_half(x) * sin."""
     if tape.habits.is_fused:
         return scale(tape, x)
+    if shape.rotary_dim:
+        num_rotated = x.num_elems * shape.rotary_dim // shape.head_dim
+        rotated, rest = tape.view(x, num_rotated), tape.view(x, x.num_elems - num_rotated)
+        return tape.cat((llama_rotate(tape, rotated, replace(shape, rotary_dim=0)), rest))
     scaled = scale(tape, x)
     first, second = (tape.view(x, x.num_elems // 2) for _ in range(2))
     return add(tape, scaled, scale(tape, tape.cat((scale(tape, second), first))))
@@ -219,27 +273,36 @@ def gated_ffn(shape: ModelShape, t: Tape, x: Tensor, names: tuple[str, str, str]
 
 def llama_block(shape: ModelShape, t: Tape, x: Tensor) -> Tensor:
     """transformers' block: variables hold the residuals. With four norms (Gemma), one follows attention, one ffn."""
-    norm = partial(layer_norm, bias=shape.norm_bias) if shape.norm == "layer" else llama_norm
+    if shape.residual == "parallel":
+        normed = norm(shape, t, x, shape.hidden)
+        again = normed if shape.num_norms == 1 else norm(shape, t, x, shape.hidden)
+        mixed = _llama_attention(shape, t, normed)
+        del normed
+        return add(t, add(t, _llama_ffn(shape, t, again), mixed), x)
     for part in (_llama_attention, _llama_ffn):
         residual = x
-        x = norm(t, x, shape.hidden)
+        if shape.residual == "pre":
+            x = norm(shape, t, x, shape.hidden)
         x = part(shape, t, x)
-        if shape.num_norms > 2:
-            x = norm(t, x, shape.hidden)
+        if shape.num_norms > 2 or shape.residual == "post":
+            x = norm(shape, t, x, shape.hidden)
         x = add(t, residual, x)
     return x
 
 
 def _llama_attention(shape: ModelShape, t: Tape, x: Tensor) -> Tensor:
-    bias = shape.qkv_bias
-    query = linear(t, x, (shape.hidden, shape.query_width), "q_proj", bias)
-    if shape.qk_norm:
-        query = llama_norm(t, query, shape.head_dim)
-    key = linear(t, x, (shape.hidden, shape.kv_width), "k_proj", bias)
-    if shape.qk_norm:
-        key = llama_norm(t, key, shape.head_dim)
-    value = linear(t, x, (shape.hidden, shape.kv_width), "v_proj", bias)
-    query, key = llama_rotate(t, query), llama_rotate(t, key)
+    bias, widths = shape.qkv_bias, (shape.query_width, shape.kv_width, shape.kv_width)
+    norms = [shape.head_dim if shape.qk_norm else width if shape.qk_norm_whole else 0 for width in widths]
+    if shape.fused_qkv:
+        fused, begin = linear(t, x, (shape.hidden, sum(widths)), "qkv_proj", bias), x.num_elems // shape.hidden
+        query, key, value = (t.view(fused, begin * width) for width in widths)
+    else:
+        query = linear(t, x, (shape.hidden, widths[0]), "q_proj", bias)
+        query = norm(shape, t, query, norms[0]) if norms[0] else query
+        key = linear(t, x, (shape.hidden, widths[1]), "k_proj", bias)
+        key = norm(shape, t, key, norms[1]) if norms[1] else key
+        value = linear(t, x, (shape.hidden, widths[2]), "v_proj", bias)
+    query, key = llama_rotate(t, query, shape), llama_rotate(t, key, shape)
     mixed = attention(t, shape, query, key, value)
     return linear(t, mixed, (shape.query_width, shape.hidden), "o_proj", shape.bias)
 
@@ -247,9 +310,15 @@ def _llama_attention(shape: ModelShape, t: Tape, x: Tensor) -> Tensor:
 def _llama_ffn(shape: ModelShape, t: Tape, x: Tensor) -> Tensor:
     if shape.num_experts > 1:
         return _experts(shape, t, x)
+    if shape.fused_gate_up:
+        gate, up = t.split(linear(t, x, (shape.hidden, 2 * shape.ffn), "gate_up_proj", shape.bias), (1, 1))
+        mixed = gated(t, gate, up) if t.habits.is_fused else multiply(t, up, activation(t, gate))
+        del gate, up
+        return linear(t, mixed, (shape.ffn, shape.hidden), "down_proj", shape.bias)
     if shape.gated:
         return gated_ffn(shape, t, x, ("gate_proj", "up_proj", "down_proj"))
-    mixed = activation(t, linear(t, x, (shape.hidden, shape.ffn), "up_proj", shape.bias))
+    act = _ACTIVATIONS.get(shape.activation, activation)
+    mixed = act(t, linear(t, x, (shape.hidden, shape.ffn), "up_proj", shape.bias))
     return linear(t, mixed, (shape.ffn, shape.hidden), "down_proj", shape.bias)
 
 
