@@ -56,9 +56,11 @@ def _opt(config: Config, sizes: Fields) -> Fields:
 
 
 def _gpt_neox(config: Config, sizes: Fields) -> Fields:
+    fields = _partial_rotary(config, sizes, "rotary_pct", 0.25)
+    fields["residual"] = "parallel" if _read_bool(config, "use_parallel_residual", True) else "pre"
     if _read_bool(config, "attention_bias", True):
-        return {"bias": True, "qkv_bias": True, "other_elems": 0}
-    return {"qkv_bias": False, "other_elems": sizes["ffn"] + sizes["hidden"]}
+        return {**fields, "bias": True, "qkv_bias": True, "other_elems": 0}
+    return {**fields, "qkv_bias": False, "other_elems": sizes["ffn"] + sizes["hidden"]}
 
 
 def _falcon(config: Config, sizes: Fields) -> Fields:
@@ -90,9 +92,9 @@ def _gpt_oss(config: Config, sizes: Fields) -> Fields:
     return {"other_elems": sizes["heads"] + sizes["hidden"] + sizes["num_experts"] * elems_per_expert}
 
 
-def _partial_rotary(config: Config, sizes: Fields) -> Fields:
+def _partial_rotary(config: Config, sizes: Fields, key: str = "partial_rotary_factor", default: float = 1.0) -> Fields:
     rope = config.get("rope_parameters") or {}
-    share = config.get("partial_rotary_factor", rope.get("partial_rotary_factor", 1.0))
+    share = config.get(key, rope.get("partial_rotary_factor", default))
     head_dim = sizes.get("head_dim", sizes["hidden"] // sizes["heads"])
     return {"rotary_dim": int(share * head_dim)}
 
@@ -103,12 +105,14 @@ _FAMILY_RULES: dict[str, Callable[[Config, Fields], Fields]] = {  # for what fam
     "gpt_neox": _gpt_neox,
     "bloom": lambda config, sizes: {"other_outside_elems": 2 * sizes["hidden"]},
     "falcon": _falcon,
-    "phi": lambda config, sizes: {"qk_norm": _read_bool(config, "qk_layernorm")},
+    "phi": lambda config, sizes: {
+        "qk_norm": _read_bool(config, "qk_layernorm"), **_partial_rotary(config, sizes, default=0.5)
+    },
     "stablelm": _stablelm,
     **dict.fromkeys(("cohere", "cohere2"), partial(_qk_norms, is_default=False)),
     **dict.fromkeys(("olmo2", "olmo3", "olmoe"), _qk_norms),
     "gpt_oss": _gpt_oss,
-    "phi3": _partial_rotary,
+    **dict.fromkeys(("phi3", "glm", "glm4"), _partial_rotary),
 }
 
 

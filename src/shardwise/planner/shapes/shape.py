@@ -45,7 +45,7 @@ class ModelShape:
     qk_norm: bool = False  # queries and keys are normalised, each head by itself
     qk_norm_whole: bool = False  # ... all heads together
     residual: Residual = "pre"
-    activation: str = "silu"
+    activation: str = ""
     fused_qkv: bool = False
     fused_gate_up: bool = False
     rotary_dim: int = 0

@@ -28,7 +28,8 @@ def linear(
     x = cast(tape, x, 4) if habits.upcasts else x
     narrow = _product(tape, dropout(tape, x) if habits.drops_inputs else x, (fan[0], rank))
     wide = _product(tape, narrow, (rank, fan[1]))
-    wide = wide if habits.is_fused else scale(tape, wide)
+    if not habits.is_fused:  # the number that multiplies counts as saved: a recompute does not stop before this product
+        wide = tape.op([wide], saves=[tape.new(1)])
     if wide.itemsize == itemsize:
         return add(tape, out, wide)
     return cast(tape, tape.op([wide, out], num_passed=1), itemsize)
@@ -207,9 +208,7 @@ def _eager(tape: Tape, model: ModelShape, query: Tensor, key: Tensor, value: Ten
         scores = tape.op([scores], num_passed=1)
         shares = softmax(tape, scores)
     else:
-        wide = Kernel(saves_result=True, scratch_bytes=4 * num_scores)
-        shares = tape.op([scores], itemsize=4, kernel=wide)
-        shares = cast(tape, shares, tape.itemsize)
+        shares = cast(tape, softmax(tape, cast(tape, scores, 4)), tape.itemsize)
     del scores
     mixed = tape.op([shares, value], query.num_elems, saves=[shares, value], kernel=replace(kernel, is_kept=True))
     return tape.op([mixed], num_passed=1)
@@ -304,6 +303,8 @@ def _llama_attention(shape: ModelShape, t: Tape, x: Tensor) -> Tensor:
         value = linear(t, x, (shape.hidden, widths[2]), "v_proj", bias)
     query, key = llama_rotate(t, query, shape), llama_rotate(t, key, shape)
     mixed = attention(t, shape, query, key, value)
+    if shape.rotary_dim and shape.attention == "flash":  # `cat` stored the queries head by head, and the result is, too
+        mixed = t.op([mixed], num_passed=1)
     return linear(t, mixed, (shape.query_width, shape.hidden), "o_proj", shape.bias)
 
 
@@ -334,7 +335,15 @@ def _experts(shape: ModelShape, t: Tape, x: Tensor) -> Tensor:
     sent = t.op([x], num_sent * shape.hidden)
     weights = shape.num_experts
     both = linear(t, sent, (shape.hidden, 2 * ffn if shape.gated else ffn), "experts", plain=False, num_weights=weights)
-    if shape.gated:
+    if shape.has_sinks:  # gpt-oss: a bias for each row, clamped halves, and a written-out activation
+        both = add(t, both, t.new(both.num_elems))
+        gate, up = (t.op([t.view(both, both.num_elems // 2)], saves=[both]) for _ in range(2))
+        share = t.op([scale(t, gate)], kernel=Kernel(saves_result=True))
+        mixed = multiply(t, gate, share)
+        del share, gate
+        mixed = multiply(t, scale(t, up), mixed)
+        del up
+    elif shape.gated:
         gate, up = t.split(both, (1, 1))
         mixed = gated(t, gate, up) if t.habits.is_fused else multiply(t, activation(t, gate), up)
         del gate, up
@@ -369,7 +378,7 @@ def _gpt_attention(shape: ModelShape, t: Tape, x: Tensor) -> Tensor:
 
 def _gpt_ffn(shape: ModelShape, t: Tape, x: Tensor) -> Tensor:
     x = linear(t, x, (shape.hidden, shape.ffn), "c_fc", shape.bias, plain=False)
-    x = gelu_tanh(t, x)
+    x = _ACTIVATIONS.get(shape.activation, gelu_tanh)(t, x)
     x = linear(t, x, (shape.ffn, shape.hidden), "c_proj", shape.bias, plain=False)
     return dropout(t, x)
 
