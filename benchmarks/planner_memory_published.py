@@ -32,9 +32,9 @@ from shardwise.planner.assess import NCCL_BYTES
 from shardwise.planner.cost.fsdp2 import Wrapping, fsdp2_memory_of
 from shardwise.planner.cost.peak import HOLES, Memory, Reserved, reserved_of
 from shardwise.planner.hardware.cluster import make_cluster
-from shardwise.planner.shapes.names import shape_named
+from shardwise.planner.shapes.names import coded, shape_named
 from shardwise.planner.shapes.shape import ModelShape, units_of
-from shardwise.planner.training import Checkpointing, Lora, Training
+from shardwise.planner.training import Checkpointing, Code, Lora, Training
 from shardwise.planner.work.activations import works_of
 from shardwise.planner.work.work import Work
 
@@ -93,6 +93,9 @@ WAYS = {
 }
 
 
+CODE: dict[str, Code] = {"torchtitan": "titan", "Answer.AI": "hf", "llm-foundry": "mpt"}
+
+
 @dataclass(frozen=True, kw_only=True)
 class Row:
     """`checkpointing`: `layer` is every second block. `adapters`: their rank, 0 where all is trained."""
@@ -119,10 +122,9 @@ class Row:
 
     @cached_property
     def shape(self) -> ModelShape:
-        return replace(shape_named(self.model), dtype=BF16)
+        return coded(replace(shape_named(self.model), dtype=BF16), replace(self.training("none"), code=CODE[self.source]))
 
     def training(self, checkpointing: Checkpointing) -> Training:
-        """transformers' code is what our engine runs; torchtitan's and llm-foundry's has tapes of its own."""
         return Training(
             seq=self.seq,
             micro_batch=self.micro_batch,
@@ -133,7 +135,7 @@ class Row:
             checkpointing=checkpointing,
             compile=self.compile,
             loss="plain",
-            engine="shardwise" if self.adapters else "fsdp2",
+            engine="fsdp2",
         )
 
 

@@ -40,6 +40,7 @@ def plan(
     compiled: bool = False,
     loss: str = "chunked",
     engine: str = "shardwise",
+    code: str = "auto",
     speculation: str = "auto",
     strategy: str | None = None,
     search: bool = True,
@@ -82,6 +83,7 @@ def plan(
         compile=compiled,
         loss=loss,
         engine=engine,
+        code=code,
         speculation=speculation,
     )
     answer = plan_as_json(made, None if tokens is None else _num_tokens(tokens))

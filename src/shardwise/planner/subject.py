@@ -11,11 +11,12 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Union
 
 from ..base.errors import ConfigurationError
+from ..core.layout import AUTO
 from ..core.schedule.model import UnitSpec
 from .assess import Subject
 from .hardware.gpus import flops_per_token
 from .shapes.hf_config import module_of_config, num_positions_in, read_config, shape_of_config, why_no_shape
-from .shapes.names import is_file, shape_of
+from .shapes.names import coded, is_file, shape_of
 from .shapes.shape import ModelShape, StatesOnly, units_of
 from .training import Training
 from .work.activations import works_of
@@ -65,6 +66,8 @@ def model_of(model: Planned) -> "ModelShape | StatesOnly | Built | nn.Module":
 def subject_for(model: "ModelShape | StatesOnly | Built | nn.Module", training: Training) -> Subject | StatesOnly:
     if isinstance(model, ModelShape):
         return subject_of(model, training)
+    if training.code not in (AUTO, "hf"):
+        raise ConfigurationError(f"code {training.code!r} needs a model that is known by its sizes; leave it out")
     if isinstance(model, StatesOnly):
         return model
     if not isinstance(model, Built):
@@ -87,6 +90,7 @@ def subject_for(model: "ModelShape | StatesOnly | Built | nn.Module", training: 
 
 
 def subject_of(shape: ModelShape, training: Training) -> Subject:
+    shape = coded(shape, training)
     if 0 < shape.num_positions < training.seq:
         raise ConfigurationError(
             f"model {shape.name!r} has {shape.num_positions} positions, but sequences of {training.seq} tokens were "

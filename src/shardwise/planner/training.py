@@ -13,6 +13,7 @@ Optimizer = Literal["adamw", "adamw8bit", "sgd"]
 Checkpointing = Literal["none", "selective", "full"]
 Loss = Literal["chunked", "plain", "fused"]
 EngineName = Literal["shardwise", "fsdp2"]
+Code = Literal["auto", "in-tree", "hf", "titan", "mpt"]
 LossChunk = Literal["small", "large"]
 
 USUAL_SEQ = 2048
@@ -73,6 +74,7 @@ class Training:
     loss: Loss = "chunked"
     loss_chunk: LossChunk = "small"
     engine: EngineName = "shardwise"
+    code: Code = "auto"
     moments: float | None = None  # replaces the value in `MOMENTS`, for another optimizer
     speculation: int | str = AUTO  # memory of a rank for updates before the gradients' norm is known
 
@@ -93,7 +95,7 @@ class Training:
                 f"{MOST['micro_batch']:,} that are planned for"
             )
         kinds: dict[str, Any] = {"optimizer": Optimizer, "checkpointing": Checkpointing, "loss": Loss}
-        kinds |= {"loss_chunk": LossChunk, "engine": EngineName}
+        kinds |= {"loss_chunk": LossChunk, "engine": EngineName, "code": Code}
         for name, kind in kinds.items():
             if (value := getattr(self, name)) not in get_args(kind):
                 yield f"{name} {str(value)!r}; {did_you_mean(str(value), get_args(kind))}"

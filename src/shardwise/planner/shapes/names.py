@@ -16,7 +16,9 @@ from ...base.documents import find
 from ...base.dtypes import dtype_of
 from ...base.errors import ConfigurationError, did_you_mean
 from ...base.text import key_values
+from ...core.layout import AUTO
 from ..hardware.links import quantity
+from ..training import Training
 from .hf_config import shape_of_config
 from .shape import MOST_OF_A_SIZE, ModelShape, StatesOnly
 
@@ -66,6 +68,21 @@ def shape_named(name: str) -> ModelShape:
             "; or give a config.json, or --shape layers=..."
         )
     return replace(found, name=name.strip()) if owner else found
+
+
+def coded(shape: ModelShape, training: Training) -> ModelShape:
+    """Return the shape with the model code that `training` asks for. By default, models known by name and in-tree shapes
+    run torchtitan's code under FSDP2, if it has such blocks, and transformers' under other engines than ours."""
+    if training.code != AUTO:
+        return replace(shape, code=training.code)
+    if training.engine == "shardwise" or (shape.code != "in-tree" and NAMED.get(shape.name) is None):
+        return shape
+    if training.engine == "fsdp2":
+        try:
+            return replace(shape, code="titan")
+        except ConfigurationError:  # other blocks than Llama's
+            return shape
+    return replace(shape, code="hf") if shape.code == "in-tree" else shape
 
 
 def _letters(name: str) -> str:

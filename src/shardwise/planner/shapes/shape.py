@@ -85,11 +85,12 @@ class ModelShape:
             if self.query_width != self.hidden or self.head_dim % 2:
                 heads = f"{self.heads} heads of {self.head_dim} with hidden {self.hidden}"
                 yield f"{heads}, but the in-tree transformer has heads of hidden / heads, an even number"
-            for entry in fields(self):
-                value = getattr(self, entry.name)
-                if entry.name not in _IN_TREE_HAS and value != entry.default:
-                    always = f"always {entry.default!r} in the in-tree transformer"
-                    yield f"{entry.name} is {value!r}, but {always}; say code=hf"
+        if self.code in _HAS:
+            who, names, always = _HAS[self.code]
+            wanted = {entry.name: entry.default for entry in fields(self) if entry.name not in names} | always
+            for name, value in wanted.items():
+                if getattr(self, name) != value:
+                    yield f"{name} is {getattr(self, name)!r}, but always {value!r} in {who}; say code=hf"
 
     @property
     def query_width(self) -> int:
@@ -125,9 +126,15 @@ _LIMITS = {
     "num_norms": (1, 4),
     **dict.fromkeys(("other_elems", "other_outside_elems"), (0, 10**15)),
 }
-_IN_TREE_HAS = {
+_SIZES = {
     "name", "layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "vocab", "tied", "norm_bias", "code", "dtype",
 }  # fmt: skip
+# Code whose blocks are all alike: what may differ in it, and values that it always has.
+_HAS: dict[str, tuple[str, set[str], dict[str, object]]] = {
+    "in-tree": ("the in-tree transformer", _SIZES, {}),
+    "titan": ("torchtitan's Llama", {*_SIZES, "qk_norm"}, {}),
+    "mpt": ("llm-foundry's MPT", {*_SIZES, "bias", "qkv_bias", "num_positions"}, {"gated": False, "norm": "layer"}),
+}
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,10 +29,12 @@ def linear(
     narrow = _product(tape, dropout(tape, x) if habits.drops_inputs else x, (fan[0], rank))
     wide = _product(tape, narrow, (rank, fan[1]))
     if not habits.is_fused:  # the number that multiplies counts as saved: a recompute does not stop before this product
-        wide = tape.op([wide], saves=[tape.new(1)])
+        wide = tape.op([wide], saves=[tape.new(0)])
     if wide.itemsize == itemsize:
         return add(tape, out, wide)
-    return cast(tape, tape.op([wide, out], num_passed=1), itemsize)
+    total = tape.op([wide, out], num_passed=1)
+    del wide, out
+    return cast(tape, total, itemsize)
 
 
 def _product(
@@ -389,6 +391,8 @@ def titan_block(shape: ModelShape, t: Tape, x: Tensor) -> Tensor:
     normed = llama_norm(t, x, shape.hidden)
     query, key, value = (linear(t, normed, fan) for fan in (width, kv_width, kv_width))
     del normed
+    if shape.qk_norm:  # its Qwen3
+        query, key = rms_norm(t, query, shape.head_dim), rms_norm(t, key, shape.head_dim)
     query, key = _complex_rotated(t, query), _complex_rotated(t, key)
     if shape.heads != shape.kv_heads:
         key, value = (t.op([part], query.num_elems) for part in (key, value))
