@@ -122,7 +122,9 @@ class Row:
 
     @cached_property
     def shape(self) -> ModelShape:
-        return coded(replace(shape_named(self.model), dtype=BF16), replace(self.training("none"), code=CODE[self.source]))
+        return coded(
+            replace(shape_named(self.model), dtype=BF16), replace(self.training("none"), code=CODE[self.source])
+        )
 
     def training(self, checkpointing: Checkpointing) -> Training:
         return Training(

@@ -54,7 +54,14 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "cohere": {},
     "phi": {},
     "gpt_neox": {"num_key_value_heads": 8},
-    "gpt2": {"n_embd": 1024, "n_layer": 4, "n_head": 8, "n_positions": 4096, "n_inner": 2816, "intermediate_size": None},
+    "gpt2": {
+        "n_embd": 1024,
+        "n_layer": 4,
+        "n_head": 8,
+        "n_positions": 4096,
+        "n_inner": 2816,
+        "intermediate_size": None,
+    },
     "opt": {"ffn_dim": 2816, "word_embed_proj_dim": 1024},
     "mixtral": {"num_local_experts": 8, "num_experts_per_tok": 2},
     "qwen3_moe": {"num_experts": 8, **EXPERTS},
@@ -109,7 +116,9 @@ def cases() -> Iterator[Case]:
         for dropout in (0.0, 0.1):
             for upcast in (False, True):
                 yield Case(kind, vocab=512, lora=Lora(16, targets, dropout=dropout, upcast=upcast))
-        yield Case(kind, vocab=512, lora=Lora(16, upcast=True) if kind != "phi3" else Lora(16, ("qkv_proj",), upcast=True))
+        yield Case(
+            kind, vocab=512, lora=Lora(16, upcast=True) if kind != "phi3" else Lora(16, ("qkv_proj",), upcast=True)
+        )
         yield Case(kind, vocab=512, checkpointing="full", lora=Lora(16, targets, dropout=0.1, upcast=True))
 
 
@@ -180,7 +189,9 @@ def main() -> None:
         found.append({**asdict(case), "seen": seen, "planned": planned})
         print(f"| {case} | {seen / 1e6:.1f} | {planned / 1e6:.1f} | {planned / seen - 1:+.1%} |", flush=True)
     errors = [abs(each["planned"] / each["seen"] - 1) for each in found]
-    print(f"{len(errors)} cases: median error {statistics.median(errors):.2%}, mean {statistics.mean(errors):.2%}, largest {max(errors):.2%}")
+    print(
+        f"{len(errors)} cases: median error {statistics.median(errors):.2%}, mean {statistics.mean(errors):.2%}, largest {max(errors):.2%}"
+    )
     if asked.out:
         asked.out.write_text(json.dumps({"device": asked.device, "cases": found}, indent=1) + "\n")
 

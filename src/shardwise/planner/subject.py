@@ -103,7 +103,12 @@ def subject_of(shape: ModelShape, training: Training) -> Subject:
         name=shape.name,
         units=tuple(units_of(shape, training.lora)),
         works=lambda asked: works_of(shape, asked),
-        flops_per_token=flops_per_token(shape.num_matmul_params, shape.layers, shape.query_width, training.seq),
+        flops_per_token=flops_per_token(
+            shape.num_matmul_params,
+            sum(not kind.linear_heads[0] for kind in shape.kinds),
+            shape.attention_width,
+            training.seq,
+        ),
         facts=facts,
         head_dim=shape.head_dim,
     )

@@ -106,7 +106,8 @@ _FAMILY_RULES: dict[str, Callable[[Config, Fields], Fields]] = {  # for what fam
     "bloom": lambda config, sizes: {"other_outside_elems": 2 * sizes["hidden"]},
     "falcon": _falcon,
     "phi": lambda config, sizes: {
-        "qk_norm": _read_bool(config, "qk_layernorm"), **_partial_rotary(config, sizes, default=0.5)
+        "qk_norm": _read_bool(config, "qk_layernorm"),
+        **_partial_rotary(config, sizes, default=0.5),
     },
     "stablelm": _stablelm,
     **dict.fromkeys(("cohere", "cohere2"), partial(_qk_norms, is_default=False)),

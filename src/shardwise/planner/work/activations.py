@@ -12,7 +12,8 @@ from dataclasses import dataclass, replace
 from functools import cache, partial
 
 from ...core.schedule.model import ROOT, UnitSpec
-from ..shapes.shape import ModelShape, targets_of, units_of
+from ..shapes.parts import targets_of
+from ..shapes.shape import ModelShape, units_of
 from ..training import Loss, LossChunk, Training, tokens_per_chunk
 from . import blocks
 from .tape import Block, Gradients, Habits, Kernel, Tape, Tensor, Weight, measure
@@ -110,7 +111,9 @@ def end(shape: ModelShape, training: Training, t: Tape, x: Tensor) -> Tensor:
     if shape.norm == "layer":
         states = blocks.layer_norm(t, x, shape.hidden, bias=shape.norm_bias)
     else:
-        states = blocks.rms_norm(t, x, shape.hidden) if shape.code == "in-tree" else blocks.norm(shape, t, x, shape.hidden)
+        states = (
+            blocks.rms_norm(t, x, shape.hidden) if shape.code == "in-tree" else blocks.norm(shape, t, x, shape.hidden)
+        )
     del x
     # A tied weight is reduced last, with the embedding: the buffer for its gradient does not exist yet.
     is_plain = shape.code != "in-tree" and not shape.tied
@@ -158,7 +161,8 @@ def _works(shape: ModelShape, training: Training) -> tuple[tuple[str, Work], ...
     positions, head = leaves.get("wpe"), leaves.get("head") or leaves.get("lm_head")
     block_names = [unit.name for unit in units if unit.path.rpartition(".")[2].isdigit()]
     num_elems = training.num_tokens * shape.hidden
-    first_block, other_block = block_works(shape, training)
+    made = {id(kind): block_works(kind, training) for kind in {id(kind): kind for kind in shape.kinds}.values()}
+    block_work = [made[id(kind)][index > 0] for index, kind in enumerate(shape.kinds)]
     num_rows = shape.vocab + (shape.num_positions if positions is None else 0)
     embedding_work = _embedding(shape, training, num_rows)
     works = {ROOT: _beginning(shape, training, None if embed else embedding_work)}
@@ -167,10 +171,10 @@ def _works(shape: ModelShape, training: Training) -> tuple[tuple[str, Work], ...
     if positions is not None:
         # Positions are the same for all sequences.
         works[positions] = _embedding(shape, replace(training, micro_batch=1), shape.num_positions)
-    for index, name in enumerate(block_names):
-        works |= assign_to_units(other_block if index else first_block, name, units)
+    for name in block_names:
+        works |= assign_to_units(block_work[int(name.rpartition(".")[2])], name, units)
     if not block_names:
-        works[ROOT] = chain([works[ROOT], first_block, *[other_block] * (shape.layers - 1)])
+        works[ROOT] = chain([works[ROOT], *block_work])
     # Blocks may be compiled; the model around them is not.
     run_end = partial(end, shape, training)
     habits = _habits(shape, replace(training, compile=False))
