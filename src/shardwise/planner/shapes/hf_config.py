@@ -99,6 +99,40 @@ def _partial_rotary(config: Config, sizes: Fields, key: str = "partial_rotary_fa
     return {"rotary_dim": int(share * head_dim)}
 
 
+def _mixed(config: Config, sizes: Fields) -> Fields:
+    """Read the blocks without experts, and the experts that all tokens use."""
+    num_shared = config.get("n_shared_experts") or 0
+    shared = config.get("shared_expert_intermediate_size") or num_shared * sizes["expert_ffn"]
+    return {"dense_layers": config.get("first_k_dense_replace", 0), "shared_ffn": shared}
+
+
+def _latent(config: Config, sizes: Fields) -> Fields:
+    """Read DeepSeek's latent attention."""
+    names = {"q_rank": "q_lora_rank", "kv_rank": "kv_lora_rank", "rope_dim": "qk_rope_head_dim", "value_dim": "v_head_dim"}
+    missing = [key for key in ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim") if not config.get(key)]
+    if missing:
+        raise ConfigurationError(f"config.json: it has no {missing[0]}, a size of latent attention")
+    fields = {field: config.get(key) or 0 for field, key in names.items()}
+    head_dim = config["qk_nope_head_dim"] + config["qk_rope_head_dim"]
+    return {**_mixed(config, sizes), **fields, "head_dim": head_dim, "kv_heads": sizes["heads"]}
+
+
+def _llama4(config: Config, sizes: Fields) -> Fields:
+    """In its config, `intermediate_size` is the width of an expert, and `intermediate_size_mlp` that of dense blocks."""
+    ffn = config.get("intermediate_size_mlp", sizes["ffn"])
+    return {"ffn": ffn, "expert_ffn": sizes["ffn"], "shared_ffn": sizes["ffn"],
+            "experts_every": config["interleave_moe_layer_step"]}  # fmt: skip
+
+
+def _qwen3_next(config: Config, sizes: Fields) -> Fields:
+    keys = ("linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim")
+    num_keys, num_values, key_dim, value_dim = (config.get(key, default) for key, default in zip(keys, (16, 32, 128, 128), strict=True))
+    if key_dim != value_dim or config.get("linear_conv_kernel_dim", 4) != 4:
+        raise ConfigurationError("config.json: its linear attention has other sizes than Qwen3-Next's; not planned for")
+    return {**_mixed(config, sizes), **_partial_rotary(config, sizes), "linear_heads": (num_keys, num_values),
+            "linear_dim": key_dim, "attention_every": config["full_attention_interval"]}  # fmt: skip
+
+
 _FAMILY_RULES: dict[str, Callable[[Config, Fields], Fields]] = {  # for what families.json cannot express
     "opt": _opt,
     "gptj": lambda config, sizes: {"other_elems": sizes["ffn"] + sizes["hidden"]},  # biases of the feed-forward
@@ -113,6 +147,14 @@ _FAMILY_RULES: dict[str, Callable[[Config, Fields], Fields]] = {  # for what fam
     **dict.fromkeys(("cohere", "cohere2"), partial(_qk_norms, is_default=False)),
     **dict.fromkeys(("olmo2", "olmo3", "olmoe"), _qk_norms),
     "gpt_oss": _gpt_oss,
+    **dict.fromkeys(("deepseek_v2", "deepseek_v3", "kimi_k2"), _latent),
+    "glm4_moe": lambda config, sizes: {
+        **_mixed(config, sizes), **_partial_rotary(config, sizes), "qk_norm": _read_bool(config, "use_qk_norm"),
+    },
+    "llama4_text": _llama4,
+    "minimax_m2": lambda config, sizes: {"rotary_dim": config.get("rotary_dim", 0)},
+    "qwen2_moe": _mixed,
+    "qwen3_next": _qwen3_next,
     **dict.fromkeys(("phi3", "glm", "glm4"), _partial_rotary),
 }
 
@@ -188,19 +230,28 @@ def _with_defaults(config: Config) -> Fields:
     return {**defaults, **{key: value for key, value in config.items() if value is not None}}
 
 
+_ATTENTIONS = ("full_attention", "sliding_attention", "chunked_attention")
+
+
 def _obstacles(config: Config) -> Iterator[tuple[str, str]]:
     """Yield each key that shows that the model is not a chain of equal blocks, with an explanation."""
-    yield from ((key, why) for key, why in _DATA["keys of models without a shape"].items() if config.get(key))
+    reads = FAMILIES[str(config["model_type"])].get("reads", ())
+    known = _DATA["keys of models without a shape"]
+    yield from ((key, why) for key, why in known.items() if config.get(key) and key not in reads)
     if config.get("decoder_sparse_step", 1) != 1:
         yield "decoder_sparse_step", "some blocks have no experts"
     for key, value in config.items():
         # Qwen3-Next, Jamba, Bamba
-        if value and key.startswith(("linear_", "mamba_", "attn_layer_", "layers_block_type", "hybrid_")):
+        if value and key not in reads and key.startswith(("linear_", "mamba_", "attn_layer_", "layers_block_type", "hybrid_")):
             yield key, "some blocks have something else than attention"
     kinds = config.get("layer_types", [])
     if not isinstance(kinds, list):
         yield "layer_types", f"{kinds!r} is no list of them"
-    elif other := [kind for kind in kinds if kind not in ("full_attention", "sliding_attention")]:
+    elif "layer_types" in reads:
+        every = config["full_attention_interval"]
+        if kinds != ["full_attention" if (i + 1) % every == 0 else "linear_attention" for i in range(len(kinds))]:
+            yield "layer_types", f"not every {every}th block alone has full attention"
+    elif other := [kind for kind in kinds if kind not in _ATTENTIONS]:
         yield "layer_types", f"{other[0]!r} is no plain attention"
 
 

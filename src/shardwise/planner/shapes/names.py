@@ -29,6 +29,7 @@ def _shapes(key: str) -> dict[str, ModelShape]:
     found = {}
     for group in _DATA[key]:
         fields = {**group["fields"], "dtype": dtype_of(group["fields"]["dtype"])}
+        fields["linear_heads"] = tuple(fields.get("linear_heads", (0, 0)))
         for row in group["rows"]:
             found[row[0]] = ModelShape(**dict(zip(_DATA["columns"], row, strict=True)), **fields)
     return found
@@ -38,7 +39,7 @@ PUBLISHED = _shapes("published")
 IN_TREE = _shapes("in-tree")
 NAMED = {**PUBLISHED, **_shapes("measured by MosaicML"), **IN_TREE}
 
-_ALIASES = {"gpt-3": "gpt-175b", "gpt3-175b": "gpt-175b"}
+_ALIASES: dict[str, str] = _DATA["aliases"]
 # Suffixes that describe fine-tuning and not the shape.
 _VARIANT = r"-(hf|base|instruct(-2507)?|thinking-2507|chat|it|bf16|v0\.[12])(?=-|$)"
 
@@ -60,7 +61,8 @@ def shape_named(name: str) -> ModelShape:
     """Look up a shape; case, hyphens, underscores and suffixes of fine-tuning (`-Instruct`) are ignored."""
     owner, _, bare = name.strip().lower().rpartition("/")
     known = PUBLISHED if owner else NAMED
-    words = _ALIASES.get(bare, re.sub(_VARIANT, "", bare.replace("_", "-")).removeprefix("meta-"))
+    words = re.sub(_VARIANT, "", bare.replace("_", "-")).removeprefix("meta-")
+    words = _ALIASES.get(bare, _ALIASES.get(words, words))
     found = {_letters(key): shape for key, shape in known.items()}.get(_letters(words))
     if found is None:
         raise ConfigurationError(
