@@ -37,6 +37,9 @@ SIZES = {
     "num_hidden_layers": 4, "vocab_size": 32000, "head_dim": 128, "max_position_embeddings": 4096, "use_cache": False,
 }  # fmt: skip
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 512}
+ROUTED = {"n_routed_experts": 8, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1, **EXPERTS}
+LATENT = {**ROUTED, "num_key_value_heads": 8, "kv_lora_rank": 256, "qk_rope_head_dim": 64, "qk_nope_head_dim": 64,
+          "v_head_dim": 64, "n_shared_experts": 1, "head_dim": 64}  # fmt: skip
 CONFIGS: dict[str, dict[str, Any]] = {
     "llama": {},
     "mistral": {"sliding_window": None},
@@ -65,6 +68,13 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "opt": {"ffn_dim": 2816, "word_embed_proj_dim": 1024},
     "mixtral": {"num_local_experts": 8, "num_experts_per_tok": 2},
     "qwen3_moe": {"num_experts": 8, **EXPERTS},
+    "qwen2_moe": {"num_experts": 8, "shared_expert_intermediate_size": 1024, **EXPERTS},
+    "deepseek_v3": {**LATENT, "q_lora_rank": 512},
+    "deepseek_v2": {**LATENT, "q_lora_rank": None},
+    "glm4_moe": {**ROUTED, "n_shared_experts": 1},
+    "llama4_text": {"num_local_experts": 4, "num_experts_per_tok": 1, "intermediate_size_mlp": 4096},
+    "qwen3_next": {"num_experts": 8, "shared_expert_intermediate_size": 512, "linear_num_value_heads": 16,
+                   "linear_num_key_heads": 8, "linear_key_head_dim": 64, "linear_value_head_dim": 64, **EXPERTS},
     "gpt_oss": {"num_local_experts": 8, "num_experts_per_tok": 2},
 }
 ADAPTED = ("llama", "qwen3", "gemma2", "phi3")

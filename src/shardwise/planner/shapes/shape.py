@@ -69,6 +69,7 @@ class ModelShape:
     shared_gate: bool = False
     dense_layers: int = 0  # number of first blocks without experts; their feed-forward has the width `ffn`
     experts_every: int = 1  # of the other blocks, only every n-th has experts
+    wide_router: bool = False  # it computes in fp32
     sends_all: bool = False  # every expert computes every token (Llama 4 in transformers)
     other_elems: int = 0  # further parameters of every block
     other_outside_elems: int = 0  # further parameters outside of blocks

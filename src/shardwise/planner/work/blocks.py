@@ -291,14 +291,59 @@ def llama_block(shape: ModelShape, t: Tape, x: Tensor) -> Tensor:
     return x
 
 
+def _latent_attention(shape: ModelShape, t: Tape, x: Tensor) -> Tensor:
+    """DeepSeek's: keys and values are made of a narrow latent vector, and one rotated key serves all heads."""
+    heads, rope, plain = shape.heads, shape.rope_dim, shape.head_dim - shape.rope_dim
+    num_tokens = x.num_elems // shape.hidden
+    if shape.q_rank:
+        latent = norm(shape, t, linear(t, x, (shape.hidden, shape.q_rank), "q_a_proj"), shape.q_rank)
+        query = linear(t, latent, (shape.q_rank, shape.query_width), "q_b_proj")
+    else:
+        query = linear(t, x, (shape.hidden, shape.query_width), "q_proj")
+    passed, turned = t.split(query, (plain, rope))
+    compressed = linear(t, x, (shape.hidden, shape.kv_rank + rope), "kv_a_proj_with_mqa")
+    latent, shared = t.split(compressed, (shape.kv_rank, rope))
+    latent = norm(shape, t, latent, shape.kv_rank)
+    turned, shared = llama_rotate(t, turned, shape), llama_rotate(t, shared, shape)
+    query = t.cat((passed, turned))
+    both = linear(t, latent, (shape.kv_rank, heads * (plain + shape.value_dim)), "kv_b_proj")
+    part, value = t.split(both, (plain, shape.value_dim))
+    key = t.op([part, shared], num_tokens * shape.query_width)
+    padded = t.op([value], key.num_elems)  # the kernel needs values as wide as keys
+    mixed = t.view(attention(t, replace(shape, kv_heads=heads), query, key, padded), num_tokens * heads * shape.value_dim)
+    return linear(t, t.op([mixed], num_passed=1), (heads * shape.value_dim, shape.hidden), "o_proj")
+
+
+def _delta_net(shape: ModelShape, t: Tape, x: Tensor) -> Tensor:
+    """Qwen3-Next's linear attention, with one kernel for the convolution and one for the rule, which save their inputs."""
+    keys, values = (heads * shape.linear_dim for heads in shape.linear_heads)
+    tokens = x.num_elems // shape.hidden
+    both = linear(t, x, (shape.hidden, 2 * keys + 2 * values), "in_proj_qkvz")
+    rates = linear(t, x, (shape.hidden, 2 * shape.linear_heads[1]), "in_proj_ba")
+    mixed, gate = t.split(both, (2 * keys + values, values))
+    mixed = t.op([mixed])  # concatenated again
+    mixed = t.op([mixed], saves=[mixed], weights=[t.habits.weight(4 * (2 * keys + values))])
+    query, key, value = t.split(mixed, (keys, keys, values))
+    query, key = (t.op([part], tokens * values) for part in (query, key))
+    result = t.op([query, key, value, rates], tokens * values, saves=[query, key, value, rates])
+    del both, mixed, query, key, value
+    result = multiply(t, norm(shape, t, result, shape.linear_dim), cast(t, activation(t, cast(t, gate, 4)), t.itemsize))
+    return linear(t, result, (values, shape.hidden), "out_proj")
+
+
 def _llama_attention(shape: ModelShape, t: Tape, x: Tensor) -> Tensor:
+    if shape.linear_heads[0] or shape.kv_rank:
+        return (_delta_net if shape.linear_heads[0] else _latent_attention)(shape, t, x)
     bias, widths = shape.qkv_bias, (shape.query_width, shape.kv_width, shape.kv_width)
     norms = [shape.head_dim if shape.qk_norm else width if shape.qk_norm_whole else 0 for width in widths]
     if shape.fused_qkv:
         fused, begin = linear(t, x, (shape.hidden, sum(widths)), "qkv_proj", bias), x.num_elems // shape.hidden
         query, key, value = (t.view(fused, begin * width) for width in widths)
     else:
-        query = linear(t, x, (shape.hidden, widths[0]), "q_proj", bias)
+        query = linear(t, x, (shape.hidden, widths[0] * (1 + shape.gated_attention)), "q_proj", bias)
+        if shape.gated_attention:
+            query, gate = t.split(query, (1, 1))
+            gate = t.op([gate], num_passed=1)
         query = norm(shape, t, query, norms[0]) if norms[0] else query
         key = linear(t, x, (shape.hidden, widths[1]), "k_proj", bias)
         key = norm(shape, t, key, norms[1]) if norms[1] else key
@@ -307,10 +352,18 @@ def _llama_attention(shape: ModelShape, t: Tape, x: Tensor) -> Tensor:
     mixed = attention(t, shape, query, key, value)
     if shape.rotary_dim and shape.attention == "flash":  # `cat` stored the queries head by head, and the result is, too
         mixed = t.op([mixed], num_passed=1)
+    if shape.gated_attention:
+        mixed = multiply(t, mixed, t.op([gate], kernel=Kernel(saves_result=True)))
     return linear(t, mixed, (shape.query_width, shape.hidden), "o_proj", shape.bias)
 
 
 def _llama_ffn(shape: ModelShape, t: Tape, x: Tensor) -> Tensor:
+    if shape.num_experts > 1 and shape.shared_ffn:
+        shared = gated_ffn(replace(shape, ffn=shape.shared_ffn), t, x, ("gate_proj", "up_proj", "down_proj"))
+        if shape.shared_gate:
+            gate = t.op([linear(t, x, (shape.hidden, 1), "shared_expert_gate")], kernel=Kernel(saves_result=True))
+            shared = t.op([shared, gate], saves=[shared, gate], kernel=Kernel(scratch_bytes=shared.num_bytes))
+        return add(t, _experts(shape, t, x), shared)
     if shape.num_experts > 1:
         return _experts(shape, t, x)
     if shape.fused_gate_up:
@@ -331,8 +384,10 @@ def _experts(shape: ModelShape, t: Tape, x: Tensor) -> Tensor:
     The tokens of an expert depend on the data; here each gets the same number. Autograd allocates weight gradients.
     """
     num_tokens, ffn = x.num_elems // shape.hidden, shape.ffn_of_expert
-    num_sent = num_tokens * shape.num_active_experts
-    scores = softmax(t, cast(t, linear(t, x, (shape.hidden, shape.num_experts), "gate"), 4))
+    num_sent = num_tokens * (shape.num_experts if shape.sends_all else shape.num_active_experts)
+    wide = cast(t, x, 4) if shape.wide_router else x
+    scores = softmax(t, cast(t, linear(t, wide, (shape.hidden, shape.num_experts), "gate"), 4))
+    del wide
     chosen = cast(t, t.view(scores, num_sent), t.itemsize)
     sent = t.op([x], num_sent * shape.hidden)
     weights = shape.num_experts
