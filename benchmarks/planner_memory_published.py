@@ -86,10 +86,9 @@ WAYS = {
     "titan 2024": IN_ROOT,
     "titan 2024, always": replace(IN_ROOT, keeps_last=False),
     "titan 2025": Wrapping(),
-    "titan 2025, compiled": Wrapping(compiles_loss=True),
     "fsdp1 2024-03": replace(IN_ROOT, keeps_last=False, kept_logit_bytes=4),
     "answer.ai": replace(IN_ROOT, keeps_last=False, kept_logit_bytes=4),
-    "llm-foundry": replace(IN_ROOT, keeps_last=False, compiles_loss=True),
+    "llm-foundry": replace(IN_ROOT, keeps_last=False),
 }
 
 
@@ -122,9 +121,7 @@ class Row:
 
     @cached_property
     def shape(self) -> ModelShape:
-        return coded(
-            replace(shape_named(self.model), dtype=BF16), replace(self.training("none"), code=CODE[self.source])
-        )
+        return replace(coded(shape_named(self.model), Training(code=CODE[self.source])), dtype=BF16)
 
     def training(self, checkpointing: Checkpointing) -> Training:
         return Training(
@@ -136,7 +133,7 @@ class Row:
             lora=Lora(self.adapters, TARGETS) if self.adapters else None,
             checkpointing=checkpointing,
             compile=self.compile,
-            loss="plain",
+            loss="compiled" if self.way == "llm-foundry" or (self.compile and self.way == "titan 2025") else "plain",
             engine="fsdp2",
         )
 
@@ -186,8 +183,7 @@ def find(row: Row) -> Finding:
     works = [works_of(row.shape, training) for training in trainings]
     mixed: dict[str, Work] = {name: works[index % len(works)][name] for index, name in enumerate(works[0])}
     schedule = schedule_of(row.shape, trainings[0], row.strategy, row.num_nodes, row.node_size)
-    way = f"{row.way}, compiled" if row.compile and row.way == "titan 2025" else row.way
-    memory = fsdp2_memory_of(schedule, mixed, trainings[0], WAYS[way])
+    memory = fsdp2_memory_of(schedule, mixed, trainings[0], WAYS[row.way])
     return Finding(row, memory, reserved_of(schedule, memory, trainings[0], is_recomputed=False))
 
 

@@ -11,7 +11,7 @@ from .hardware.cluster import bytes_of
 
 Optimizer = Literal["adamw", "adamw8bit", "sgd"]
 Checkpointing = Literal["none", "selective", "full"]
-Loss = Literal["chunked", "plain", "fused"]
+Loss = Literal["chunked", "plain", "compiled", "fused"]
 EngineName = Literal["shardwise", "fsdp2"]
 Code = Literal["auto", "in-tree", "hf", "titan", "mpt"]
 LossChunk = Literal["small", "large"]
@@ -59,7 +59,7 @@ class Lora:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Training:
     """Settings of one training step. Sizes are per rank. `loss`: "chunked" is the trainer's own, "plain" is the usual
-    cross-entropy on full logits, "fused" is Liger's. `loss_chunk`: of the chunked loss. `engine`: the engine whose
+    cross-entropy on full logits, "compiled" is that by torch.compile, "fused" is Liger's. `loss_chunk`: of the chunked loss. `engine`: the engine whose
     memory is predicted; "fsdp2" is there only for comparisons with published measurements."""
 
     seq: int = USUAL_SEQ
@@ -75,6 +75,7 @@ class Training:
     loss_chunk: LossChunk = "small"
     engine: EngineName = "shardwise"
     code: Code = "auto"
+    variable_length: bool = False  # batches differ in length, and `seq` is the longest
     moments: float | None = None  # replaces the value in `MOMENTS`, for another optimizer
     speculation: int | str = AUTO  # memory of a rank for updates before the gradients' norm is known
 
@@ -94,6 +95,8 @@ class Training:
                 f"{self.num_micro_batches:,} micro-batches of {self.micro_batch:,} sequences are more than the "
                 f"{MOST['micro_batch']:,} that are planned for"
             )
+        if type(self.variable_length) is not bool:
+            yield f"variable_length {self.variable_length!r}, but it must be true or false"
         kinds: dict[str, Any] = {"optimizer": Optimizer, "checkpointing": Checkpointing, "loss": Loss}
         kinds |= {"loss_chunk": LossChunk, "engine": EngineName, "code": Code}
         for name, kind in kinds.items():

@@ -29,6 +29,7 @@ class Head:
 
     chunked (trainer/loss.py): the forward computes gradients for a chunk of tokens at a time, and holds them in fp32
     plain: logits in the compute dtype and in fp32, their log-softmax, and in the backward two gradients of that size
+    compiled: plain, as one kernel that saves the logits, and one that makes their gradient
     fused (Liger's): like chunked, but gradients have the compute dtype, and chunks are no larger than the hidden states
     """
 
@@ -40,11 +41,13 @@ class Head:
     is_capped: bool = False
 
     def __call__(self, t: Tape, states: Tensor) -> Tensor:
-        return self._plain(t, states) if self.loss == "plain" else self._chunked(t, states)
+        return self._plain(t, states) if self.loss in ("plain", "compiled") else self._chunked(t, states)
 
     def _plain(self, t: Tape, states: Tensor) -> Tensor:
         logits = blocks.linear(t, states, (self.hidden, self.vocab), "lm_head", plain=self.is_plain)
         del states
+        if self.loss == "compiled":
+            return t.op([logits], 1, saves=[logits])
         if self.is_capped:  # Gemma 2
             logits = blocks.scale(t, logits)
             logits = t.op([logits], kernel=Kernel(saves_result=True))
@@ -141,7 +144,7 @@ def _habits(shape: ModelShape, training: Training) -> Habits:
     return Habits(
         writes_directly=training.engine == "shardwise",
         is_fused=training.compile,
-        keeps_every_second=training.engine == "fsdp2",
+        keeps_every_second=shape.code == "titan",
         rank=training.lora.r if training.lora else 0,
         targets=targets_of(shape, training.lora) if training.lora else (),
         drops_inputs=training.lora is not None and training.lora.dropout > 0,
