@@ -6,8 +6,8 @@
 
 A model of a few blocks is built from its configuration, in bf16, with or without peft's adapters and transformers'
 gradient checkpointing. One step runs `model(input_ids, labels=...).loss.backward()`. Compared is the peak of the memory
-that the step allocates on top of the weights, its gradients included. On the meta device nothing is computed: a dispatch
-mode counts storages, and attention counts as one kernel (`work/probe.py`). On a GPU the allocator is asked.
+that the step allocates on top of the weights, its gradients included. On the meta device nothing is computed: a
+dispatch mode counts storages, and attention is one kernel (`work/probe.py`). On a GPU the allocator is asked.
 """
 
 import argparse
@@ -73,8 +73,15 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "deepseek_v2": {**LATENT, "q_lora_rank": None},
     "glm4_moe": {**ROUTED, "n_shared_experts": 1},
     "llama4_text": {"num_local_experts": 4, "num_experts_per_tok": 1, "intermediate_size_mlp": 4096},
-    "qwen3_next": {"num_experts": 8, "shared_expert_intermediate_size": 512, "linear_num_value_heads": 16,
-                   "linear_num_key_heads": 8, "linear_key_head_dim": 64, "linear_value_head_dim": 64, **EXPERTS},
+    "qwen3_next": {
+        "num_experts": 8,
+        "shared_expert_intermediate_size": 512,
+        "linear_num_value_heads": 16,
+        "linear_num_key_heads": 8,
+        "linear_key_head_dim": 64,
+        "linear_value_head_dim": 64,
+        **EXPERTS,
+    },
     "gpt_oss": {"num_local_experts": 8, "num_experts_per_tok": 2},
 }
 ADAPTED = ("llama", "qwen3", "gemma2", "phi3")
@@ -199,9 +206,10 @@ def main() -> None:
         found.append({**asdict(case), "seen": seen, "planned": planned})
         print(f"| {case} | {seen / 1e6:.1f} | {planned / 1e6:.1f} | {planned / seen - 1:+.1%} |", flush=True)
     errors = [abs(each["planned"] / each["seen"] - 1) for each in found]
-    print(
-        f"{len(errors)} cases: median error {statistics.median(errors):.2%}, mean {statistics.mean(errors):.2%}, largest {max(errors):.2%}"
+    sizes = (
+        f"median error {statistics.median(errors):.2%}, mean {statistics.mean(errors):.2%}, largest {max(errors):.2%}"
     )
+    print(f"{len(errors)} cases: {sizes}")
     if asked.out:
         asked.out.write_text(json.dumps({"device": asked.device, "cases": found}, indent=1) + "\n")
 

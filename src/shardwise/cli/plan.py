@@ -165,6 +165,6 @@ def _lora(text: str) -> "Lora":
         raise ConfigurationError(f"--lora: {rank!r} in {text!r} is not a rank; write r=16,targets=q_proj+v_proj")
     dropout = quantity(words.get("dropout", "0"), {"": 1})
     if dropout is None:
-        raise ConfigurationError(f"--lora: dropout {words['dropout']!r} in {text!r} is not a number; write dropout=0.05")
+        raise ConfigurationError(f"--lora: dropout {words['dropout']!r} in {text!r} is no number; write dropout=0.05")
     targets = tuple(words["targets"].split("+")) if "targets" in words else ()
     return Lora(int(rank), targets, dropout, "upcast" in parts)

@@ -5,7 +5,7 @@ activation checkpointing or, if the planner built the module, with the requested
 """
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Union
@@ -14,6 +14,7 @@ from ..base.errors import ConfigurationError
 from ..core.layout import AUTO
 from ..core.schedule.model import UnitSpec
 from .assess import Subject
+from .cost.peak import FRAGMENTED, MOST_FRAGMENTED
 from .hardware.gpus import flops_per_token
 from .shapes.hf_config import module_of_config, num_positions_in, read_config, shape_of_config, why_no_shape
 from .shapes.names import coded, is_file, shape_of
@@ -99,6 +100,8 @@ def subject_of(shape: ModelShape, training: Training) -> Subject:
     facts = {name: getattr(shape, name) for name in _FACTS}
     if shape.num_experts > 1:
         facts |= {"num_experts": shape.num_experts, "num_active_experts": shape.num_active_experts}
+    if note := "; ".join(_notes(shape, training)):
+        facts["note"] = note
     return Subject(
         name=shape.name,
         units=tuple(units_of(shape, training.lora)),
@@ -112,6 +115,26 @@ def subject_of(shape: ModelShape, training: Training) -> Subject:
         facts=facts,
         head_dim=shape.head_dim,
     )
+
+
+def _notes(shape: ModelShape, training: Training) -> Iterator[str]:
+    """Yield what the plan assumes or leaves out."""
+    if shape.note:
+        yield shape.note
+    if shape.attention == "eager":
+        yield (
+            "attention holds all its scores in memory, as transformers runs this model by default; "
+            "with flash attention it needs far less"
+        )
+    if shape.sends_all:
+        yield "every expert computes every token, as in transformers"
+    if shape.attention_every > 1:
+        yield "linear attention is one kernel that saves its inputs (flash-linear-attention); its FLOP are not counted"
+    if training.variable_length:
+        yield (
+            f"sequences differ in length up to {training.seq:,} tokens: {FRAGMENTED:.0%} of the reserved memory are "
+            f"planned as fragments, and up to {MOST_FRAGMENTED:.0%} in the interval"
+        )
 
 
 class NotRunError(ConfigurationError):

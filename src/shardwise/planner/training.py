@@ -59,8 +59,9 @@ class Lora:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Training:
     """Settings of one training step. Sizes are per rank. `loss`: "chunked" is the trainer's own, "plain" is the usual
-    cross-entropy on full logits, "compiled" is that by torch.compile, "fused" is Liger's. `loss_chunk`: of the chunked loss. `engine`: the engine whose
-    memory is predicted; "fsdp2" is there only for comparisons with published measurements."""
+    cross-entropy on full logits, "compiled" is that by torch.compile, "fused" is Liger's. `loss_chunk`: of the chunked
+    loss. `engine`: the engine whose memory is predicted; "fsdp2" is there only for comparisons with published
+    measurements. `code`: whose model code runs; "auto": `coded` in shapes/names.py decides."""
 
     seq: int = USUAL_SEQ
     micro_batch: int = 1
@@ -95,8 +96,6 @@ class Training:
                 f"{self.num_micro_batches:,} micro-batches of {self.micro_batch:,} sequences are more than the "
                 f"{MOST['micro_batch']:,} that are planned for"
             )
-        if type(self.variable_length) is not bool:
-            yield f"variable_length {self.variable_length!r}, but it must be true or false"
         kinds: dict[str, Any] = {"optimizer": Optimizer, "checkpointing": Checkpointing, "loss": Loss}
         kinds |= {"loss_chunk": LossChunk, "engine": EngineName, "code": Code}
         for name, kind in kinds.items():

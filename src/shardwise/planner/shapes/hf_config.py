@@ -108,27 +108,31 @@ def _mixed(config: Config, sizes: Fields) -> Fields:
 
 def _latent(config: Config, sizes: Fields) -> Fields:
     """Read DeepSeek's latent attention."""
-    names = {"q_rank": "q_lora_rank", "kv_rank": "kv_lora_rank", "rope_dim": "qk_rope_head_dim", "value_dim": "v_head_dim"}
-    missing = [key for key in ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim") if not config.get(key)]
-    if missing:
+    keys = ("kv_lora_rank", "qk_rope_head_dim", "v_head_dim", "qk_nope_head_dim")
+    if missing := [key for key in keys if type(config.get(key)) is not int]:
         raise ConfigurationError(f"config.json: it has no {missing[0]}, a size of latent attention")
-    fields = {field: config.get(key) or 0 for field, key in names.items()}
-    head_dim = config["qk_nope_head_dim"] + config["qk_rope_head_dim"]
-    return {**_mixed(config, sizes), **fields, "head_dim": head_dim, "kv_heads": sizes["heads"]}
+    kv_rank, rope_dim, value_dim, plain_dim = (config[key] for key in keys)
+    fields = {
+        "q_rank": config.get("q_lora_rank") or 0,
+        "kv_rank": kv_rank,
+        "rope_dim": rope_dim,
+        "value_dim": value_dim,
+    }
+    return {**_mixed(config, sizes), **fields, "head_dim": plain_dim + rope_dim, "kv_heads": sizes["heads"]}
 
 
 def _llama4(config: Config, sizes: Fields) -> Fields:
-    """In its config, `intermediate_size` is the width of an expert, and `intermediate_size_mlp` that of dense blocks."""
+    """In its config, `intermediate_size` is the width of an expert; dense blocks have `intermediate_size_mlp`."""
     ffn = config.get("intermediate_size_mlp", sizes["ffn"])
     return {"ffn": ffn, "expert_ffn": sizes["ffn"], "shared_ffn": sizes["ffn"],
             "experts_every": config["interleave_moe_layer_step"]}  # fmt: skip
 
 
 def _qwen3_next(config: Config, sizes: Fields) -> Fields:
-    keys = ("linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim")
-    num_keys, num_values, key_dim, value_dim = (config.get(key, default) for key, default in zip(keys, (16, 32, 128, 128), strict=True))
-    if key_dim != value_dim or config.get("linear_conv_kernel_dim", 4) != 4:
-        raise ConfigurationError("config.json: its linear attention has other sizes than Qwen3-Next's; not planned for")
+    num_keys, num_values = config.get("linear_num_key_heads", 16), config.get("linear_num_value_heads", 32)
+    key_dim = config.get("linear_key_head_dim", 128)
+    if config.get("linear_value_head_dim", 128) != key_dim or config.get("linear_conv_kernel_dim", 4) != 4:
+        raise ConfigurationError("config.json: linear attention with other values than keys, or another convolution")
     return {**_mixed(config, sizes), **_partial_rotary(config, sizes), "linear_heads": (num_keys, num_values),
             "linear_dim": key_dim, "attention_every": config["full_attention_interval"]}  # fmt: skip
 
@@ -149,7 +153,9 @@ _FAMILY_RULES: dict[str, Callable[[Config, Fields], Fields]] = {  # for what fam
     "gpt_oss": _gpt_oss,
     **dict.fromkeys(("deepseek_v2", "deepseek_v3", "kimi_k2"), _latent),
     "glm4_moe": lambda config, sizes: {
-        **_mixed(config, sizes), **_partial_rotary(config, sizes), "qk_norm": _read_bool(config, "use_qk_norm"),
+        **_mixed(config, sizes),
+        **_partial_rotary(config, sizes),
+        "qk_norm": _read_bool(config, "use_qk_norm"),
     },
     "llama4_text": _llama4,
     "minimax_m2": lambda config, sizes: {"rotary_dim": config.get("rotary_dim", 0)},
@@ -242,15 +248,19 @@ def _obstacles(config: Config) -> Iterator[tuple[str, str]]:
         yield "decoder_sparse_step", "some blocks have no experts"
     for key, value in config.items():
         # Qwen3-Next, Jamba, Bamba
-        if value and key not in reads and key.startswith(("linear_", "mamba_", "attn_layer_", "layers_block_type", "hybrid_")):
+        if (
+            value
+            and key not in reads
+            and key.startswith(("linear_", "mamba_", "attn_layer_", "layers_block_type", "hybrid_"))
+        ):
             yield key, "some blocks have something else than attention"
     kinds = config.get("layer_types", [])
     if not isinstance(kinds, list):
         yield "layer_types", f"{kinds!r} is no list of them"
     elif "layer_types" in reads:
         every = config["full_attention_interval"]
-        if kinds != ["full_attention" if (i + 1) % every == 0 else "linear_attention" for i in range(len(kinds))]:
-            yield "layer_types", f"not every {every}th block alone has full attention"
+        if [kind == "full_attention" for kind in kinds] != [(i + 1) % every == 0 for i in range(len(kinds))]:
+            yield "layer_types", f"full attention is not in every {every}th block alone"
     elif other := [kind for kind in kinds if kind not in _ATTENTIONS]:
         yield "layer_types", f"{other[0]!r} is no plain attention"
 

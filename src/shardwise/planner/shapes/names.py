@@ -16,11 +16,10 @@ from ...base.documents import find
 from ...base.dtypes import dtype_of
 from ...base.errors import ConfigurationError, did_you_mean
 from ...base.text import key_values
-from ...core.layout import AUTO
 from ..hardware.links import quantity
 from ..training import Training
 from .hf_config import shape_of_config
-from .shape import MOST_OF_A_SIZE, ModelShape, StatesOnly
+from .shape import MOST_OF_A_SIZE, Code, ModelShape, StatesOnly
 
 _DATA: dict[str, Any] = json.loads(Path(__file__).with_name("models.json").read_text(encoding="utf-8"))
 
@@ -73,18 +72,17 @@ def shape_named(name: str) -> ModelShape:
 
 
 def coded(shape: ModelShape, training: Training) -> ModelShape:
-    """Return the shape with the model code that `training` asks for. By default, models known by name and in-tree shapes
-    run torchtitan's code under FSDP2, if it has such blocks, and transformers' under other engines than ours."""
-    if training.code != AUTO:
+    """Return the shape with the model code that `training` asks for. By default, models known by name without an owner
+    run torchtitan's code under FSDP2, if it has such blocks; in-tree shapes run transformers' under other engines."""
+    if training.code != "auto":
         return replace(shape, code=training.code)
-    if training.engine == "shardwise" or (shape.code != "in-tree" and NAMED.get(shape.name) is None):
+    if training.engine == "shardwise" or (shape.code != "in-tree" and shape.name not in NAMED):
         return shape
-    if training.engine == "fsdp2":
-        try:
-            return replace(shape, code="titan")
-        except ConfigurationError:  # other blocks than Llama's
-            return shape
-    return replace(shape, code="hf") if shape.code == "in-tree" else shape
+    usual: dict[str, Code] = {"fsdp2": "titan"}
+    try:
+        return replace(shape, code=usual.get(training.engine, "hf"))
+    except ConfigurationError:  # torchtitan has no such blocks
+        return shape
 
 
 def _letters(name: str) -> str:

@@ -98,10 +98,9 @@ class ModelShape:
                             ("residual", get_args(Residual)), ("attention", get_args(Attention))):  # fmt: skip
             if (value := getattr(self, name)) not in known:
                 yield f"{name} {str(value)!r}; {did_you_mean(str(value), known)}"
-        if self.code == "in-tree":
-            if self.query_width != self.hidden or self.head_dim % 2:
-                heads = f"{self.heads} heads of {self.head_dim} with hidden {self.hidden}"
-                yield f"{heads}, but the in-tree transformer has heads of hidden / heads, an even number"
+        if self.code == "in-tree" and (self.query_width != self.hidden or self.head_dim % 2):
+            heads = f"{self.heads} heads of {self.head_dim} with hidden {self.hidden}"
+            yield f"{heads}, but the in-tree transformer has heads of hidden / heads, an even number"
         if self.code in _HAS:
             who, names, always = _HAS[self.code]
             wanted = {entry.name: entry.default for entry in fields(self) if entry.name not in names} | always

@@ -7,7 +7,6 @@ fused: their intermediate results are recomputed instead of saved.
 """
 
 from dataclasses import replace
-from functools import partial
 
 from ..shapes.shape import ModelShape
 from .tape import Kernel, Tape, Tensor, Weight
@@ -191,7 +190,7 @@ def _written_out(tape: Tape, shape: AttentionShape, query: Tensor, key: Tensor, 
 
 
 def _eager(tape: Tape, model: ModelShape, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """Attention with all scores in memory, as transformers writes it: with capped scores (Gemma 2), or sinks (gpt-oss)."""
+    """Attention with all scores in memory, as transformers writes it, with caps (Gemma 2) or sinks (gpt-oss)."""
     shape = attention_shape(tape, model)
     num_scores = shape.batch * shape.heads * shape.seq * shape.seq
     key, value = (tape.op([part], query.num_elems) for part in (key, value))
@@ -310,12 +309,13 @@ def _latent_attention(shape: ModelShape, t: Tape, x: Tensor) -> Tensor:
     part, value = t.split(both, (plain, shape.value_dim))
     key = t.op([part, shared], num_tokens * shape.query_width)
     padded = t.op([value], key.num_elems)  # the kernel needs values as wide as keys
-    mixed = t.view(attention(t, replace(shape, kv_heads=heads), query, key, padded), num_tokens * heads * shape.value_dim)
+    mixed = attention(t, replace(shape, kv_heads=heads), query, key, padded)
+    mixed = t.view(mixed, num_tokens * heads * shape.value_dim)
     return linear(t, t.op([mixed], num_passed=1), (heads * shape.value_dim, shape.hidden), "o_proj")
 
 
 def _delta_net(shape: ModelShape, t: Tape, x: Tensor) -> Tensor:
-    """Qwen3-Next's linear attention, with one kernel for the convolution and one for the rule, which save their inputs."""
+    """Qwen3-Next's linear attention: one kernel for the convolution, one for the rule, which save their inputs."""
     keys, values = (heads * shape.linear_dim for heads in shape.linear_heads)
     tokens = x.num_elems // shape.hidden
     both = linear(t, x, (shape.hidden, 2 * keys + 2 * values), "in_proj_qkvz")
