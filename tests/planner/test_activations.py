@@ -82,6 +82,14 @@ def test_plain_cross_entropy_takes_12_bytes_a_logit() -> None:
     assert per_logit == pytest.approx(12, rel=0.01)
 
 
+def test_a_compiled_loss_takes_4_bytes_a_logit() -> None:
+    training = Training(engine="fsdp2", loss="compiled", seq=4096)
+    shape = replace(LLAMA_2, vocab=10**6)
+    loss = works_of(shape, training)["lm_head"]
+    per_logit = (loss.saved_bytes + loss.backward_peak_bytes) / (training.num_tokens * shape.vocab)
+    assert per_logit == pytest.approx(4, abs=0.01 + 2 * shape.hidden / training.num_tokens)
+
+
 @pytest.mark.parametrize(("loss", "least", "most"), [("chunked", 0.5, 0.7), ("fused", 0.0, 0.2), ("plain", 12, 13)])
 def test_chunks_hold_the_logits_down(loss: str, least: float, most: float) -> None:
     """In bytes a logit, beside the gradients that are made early."""
