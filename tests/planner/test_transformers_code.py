@@ -28,7 +28,7 @@ def test_memory_of_a_step(family: str, checkpointing: str) -> None:
 @pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe", "llama4_text"])
 def test_memory_of_experts_that_are_shared_and_of_latent_attention(family: str) -> None:
     case = Case(family, seq=512, vocab=512)
-    assert planned_bytes(case) == pytest.approx(seen_bytes(case, META), rel=0.025)
+    assert planned_bytes(case) == pytest.approx(seen_bytes(case, META), rel=0.035)
 
 
 @pytest.mark.parametrize("upcast", [False, True])

@@ -17,7 +17,7 @@ from .assess import Subject
 from .cost.peak import FRAGMENTED, MOST_FRAGMENTED
 from .hardware.gpus import flops_per_token
 from .shapes.hf_config import module_of_config, num_positions_in, read_config, shape_of_config, why_no_shape
-from .shapes.names import coded, is_file, shape_of
+from .shapes.names import NOTES, coded, is_file, shape_of
 from .shapes.shape import ModelShape, StatesOnly, units_of
 from .training import Training
 from .work.activations import works_of
@@ -100,7 +100,7 @@ def subject_of(shape: ModelShape, training: Training) -> Subject:
     facts = {name: getattr(shape, name) for name in _FACTS}
     if shape.num_experts > 1:
         facts |= {"num_experts": shape.num_experts, "num_active_experts": shape.num_active_experts}
-    if note := "; ".join(_notes(shape, training)):
+    if note := "; ".join(filter(None, _notes(shape, training))):
         facts["note"] = note
     return Subject(
         name=shape.name,
@@ -119,22 +119,12 @@ def subject_of(shape: ModelShape, training: Training) -> Subject:
 
 def _notes(shape: ModelShape, training: Training) -> Iterator[str]:
     """Yield what the plan assumes or leaves out."""
-    if shape.note:
-        yield shape.note
-    if shape.attention == "eager":
-        yield (
-            "attention holds all its scores in memory, as transformers runs this model by default; "
-            "with flash attention it needs far less"
-        )
-    if shape.sends_all:
-        yield "every expert computes every token, as in transformers"
-    if shape.attention_every > 1:
-        yield "linear attention is one kernel that saves its inputs (flash-linear-attention); its FLOP are not counted"
+    yield shape.note
+    yield NOTES["eager"] if shape.attention == "eager" else ""
+    yield NOTES["sends_all"] if shape.sends_all else ""
+    yield NOTES["linear"] if shape.attention_every > 1 else ""
     if training.variable_length:
-        yield (
-            f"sequences differ in length up to {training.seq:,} tokens: {FRAGMENTED:.0%} of the reserved memory are "
-            f"planned as fragments, and up to {MOST_FRAGMENTED:.0%} in the interval"
-        )
+        yield NOTES["variable_length"].format(training.seq, FRAGMENTED, MOST_FRAGMENTED)
 
 
 class NotRunError(ConfigurationError):

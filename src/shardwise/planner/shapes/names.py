@@ -38,6 +38,7 @@ PUBLISHED = _shapes("published")
 IN_TREE = _shapes("in-tree")
 NAMED = {**PUBLISHED, **_shapes("measured by MosaicML"), **IN_TREE}
 
+NOTES: dict[str, str] = _DATA["notes"]
 _ALIASES: dict[str, str] = _DATA["aliases"]
 # Suffixes that describe fine-tuning and not the shape.
 _VARIANT = r"-(hf|base|instruct(-2507)?|thinking-2507|chat|it|bf16|v0\.[12])(?=-|$)"
