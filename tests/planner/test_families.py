@@ -166,7 +166,7 @@ def test_whose_code_runs(name: str, asked: dict[str, Any], code: str) -> None:
 
 @pytest.mark.parametrize(("name", "code"), [("gemma-2-9b", "titan"), ("gpt2", "in-tree"), ("llama-3-8b", "mpt")])
 def test_code_that_has_no_such_blocks(name: str, code: Any) -> None:
-    with pytest.raises(ConfigurationError, match="but always .* say code=hf"):
+    with pytest.raises(ConfigurationError, match=r"but always .* say code=hf"):
         coded(shape_named(name), Training(code=code))
 
 

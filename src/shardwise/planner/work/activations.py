@@ -12,8 +12,7 @@ from dataclasses import dataclass, replace
 from functools import cache, partial
 
 from ...core.schedule.model import ROOT, UnitSpec
-from ..shapes.parts import targets_of
-from ..shapes.shape import ModelShape, units_of
+from ..shapes.shape import ModelShape, targets_of, units_of
 from ..training import Loss, LossChunk, Training, tokens_per_chunk
 from . import blocks
 from .tape import Block, Gradients, Habits, Kernel, Tape, Tensor, Weight, measure

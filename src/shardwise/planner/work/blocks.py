@@ -149,7 +149,7 @@ def relu(tape: Tape, x: Tensor) -> Tensor:
     return tape.op([x], kernel=Kernel(saves_result=True))
 
 
-_ACTIVATIONS = {"gelu_new": gelu_tanh, "relu": relu}
+_ACTIVATIONS = {"gelu": activation, "gelu_new": gelu_tanh, "relu": relu}
 
 
 def attention_shape(tape: Tape, shape: ModelShape) -> AttentionShape:
