@@ -10,7 +10,7 @@ from shardwise.base.errors import ConfigurationError
 from shardwise.core.schedule.units import find_units
 from shardwise.planner.shapes.names import IN_TREE, NAMED, PUBLISHED, coded, shape_named, shape_of
 from shardwise.planner.shapes.shape import units_of
-from shardwise.planner.training import Training
+from shardwise.planner.training import Lora, Training
 from shardwise.trainer.model import Transformer
 from shardwise.trainer.shapes import PRESETS, TransformerShape
 
@@ -168,6 +168,21 @@ def test_whose_code_runs(name: str, asked: dict[str, Any], code: str) -> None:
 def test_code_that_has_no_such_blocks(name: str, code: Any) -> None:
     with pytest.raises(ConfigurationError, match=r"but always .* say code=hf"):
         coded(shape_named(name), Training(code=code))
+
+
+@pytest.mark.parametrize(
+    ("name", "targets"),
+    [
+        ("phi-4", {"qkv_proj"}),
+        ("deepseek-v2-lite", {"q_proj", "kv_b_proj"}),
+        ("deepseek-v3", {"q_b_proj", "kv_b_proj"}),
+        ("qwen3-next-80b-a3b", {"q_proj", "v_proj"}),
+    ],
+)
+def test_adapters_without_targets_are_on_what_makes_queries_and_values(name: str, targets: set[str]) -> None:
+    units = units_of(PUBLISHED[name], Lora(4))
+    found = {param.name.split(".")[-4] for unit in units for param in unit.params if param.trainable}
+    assert found == targets
 
 
 def test_a_name_that_nobody_has() -> None:

@@ -274,10 +274,13 @@ _IN_TREE_WORDS = {
 
 
 def targets_of(shape: ModelShape, lora: Lora) -> tuple[str, ...]:
-    """Return the requested targets, or peft's choice for the family."""
+    """Return the requested targets, or peft's choice for the family (queries and values, however they are made)."""
     if shape.code == "in-tree":
         return tuple(_IN_TREE_WORDS.get(name, name) for name in lora.targets) or ("query", "value")
-    return lora.targets or (("c_attn",) if shape.num_positions else ("q_proj", "v_proj"))
+    if shape.num_positions or shape.fused_qkv:
+        return lora.targets or (("c_attn",) if shape.num_positions else ("qkv_proj",))
+    usual = ("q_b_proj" if shape.q_rank else "q_proj", "kv_b_proj") if shape.kv_rank else ("q_proj", "v_proj")
+    return lora.targets or usual
 
 
 def parts_in(shape: ModelShape) -> Parts:
