@@ -1,4 +1,4 @@
-"""What a shape says of transformers' code is what torch's autograd holds when that code runs, loss and adapters included."""
+"""A shape tells the memory of transformers' code as torch's autograd holds it, loss and adapters included."""
 
 from dataclasses import replace
 
