@@ -337,8 +337,8 @@ def _llama_attention(shape: ModelShape, t: Tape, x: Tensor) -> Tensor:
     bias, widths = shape.qkv_bias, (shape.query_width, shape.kv_width, shape.kv_width)
     norms = [shape.head_dim if shape.qk_norm else width if shape.qk_norm_whole else 0 for width in widths]
     if shape.fused_qkv:
-        fused, begin = linear(t, x, (shape.hidden, sum(widths)), "qkv_proj", bias), x.num_elems // shape.hidden
-        query, key, value = (t.view(fused, begin * width) for width in widths)
+        fused, num_tokens = linear(t, x, (shape.hidden, sum(widths)), "qkv_proj", bias), x.num_elems // shape.hidden
+        query, key, value = (t.view(fused, num_tokens * width) for width in widths)
     else:
         query = linear(t, x, (shape.hidden, widths[0] * (1 + shape.gated_attention)), "q_proj", bias)
         if shape.gated_attention:
