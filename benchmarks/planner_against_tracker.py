@@ -39,7 +39,8 @@ from shardwise.planner.shapes.shape import ModelShape
 from shardwise.planner.training import Checkpointing, Training
 from shardwise.planner.work.activations import works_of
 
-SMALL = ModelShape(name="small", layers=4, hidden=512, heads=8, kv_heads=2, head_dim=64, ffn=1536, vocab=8192)
+SMALL = ModelShape(name="small", layers=4, hidden=512, heads=8, kv_heads=2, head_dim=64, ffn=1536, vocab=8192,
+                   code="titan")  # fmt: skip
 SHAPES = (
     SMALL,
     replace(SMALL, name="wide", layers=3, hidden=1024, heads=8, kv_heads=8, head_dim=128, ffn=2816, vocab=4096),

@@ -32,9 +32,9 @@ from shardwise.planner.assess import NCCL_BYTES
 from shardwise.planner.cost.fsdp2 import Wrapping, fsdp2_memory_of
 from shardwise.planner.cost.peak import HOLES, Memory, Reserved, reserved_of
 from shardwise.planner.hardware.cluster import make_cluster
-from shardwise.planner.shapes.names import shape_named
+from shardwise.planner.shapes.names import coded, shape_named
 from shardwise.planner.shapes.shape import ModelShape, units_of
-from shardwise.planner.training import Checkpointing, Lora, Training
+from shardwise.planner.training import Checkpointing, Code, Lora, Training
 from shardwise.planner.work.activations import works_of
 from shardwise.planner.work.work import Work
 
@@ -86,11 +86,13 @@ WAYS = {
     "titan 2024": IN_ROOT,
     "titan 2024, always": replace(IN_ROOT, keeps_last=False),
     "titan 2025": Wrapping(),
-    "titan 2025, compiled": Wrapping(compiles_loss=True),
     "fsdp1 2024-03": replace(IN_ROOT, keeps_last=False, kept_logit_bytes=4),
     "answer.ai": replace(IN_ROOT, keeps_last=False, kept_logit_bytes=4),
-    "llm-foundry": replace(IN_ROOT, keeps_last=False, compiles_loss=True),
+    "llm-foundry": replace(IN_ROOT, keeps_last=False),
 }
+
+
+CODE: dict[str, Code] = {"torchtitan": "titan", "Answer.AI": "hf", "llm-foundry": "mpt"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,10 +121,9 @@ class Row:
 
     @cached_property
     def shape(self) -> ModelShape:
-        return replace(shape_named(self.model), dtype=BF16)
+        return replace(coded(shape_named(self.model), Training(code=CODE[self.source])), dtype=BF16)
 
     def training(self, checkpointing: Checkpointing) -> Training:
-        """transformers' code is what our engine runs; torchtitan's and llm-foundry's has tapes of its own."""
         return Training(
             seq=self.seq,
             micro_batch=self.micro_batch,
@@ -132,8 +133,8 @@ class Row:
             lora=Lora(self.adapters, TARGETS) if self.adapters else None,
             checkpointing=checkpointing,
             compile=self.compile,
-            loss="plain",
-            engine="shardwise" if self.adapters else "fsdp2",
+            loss="compiled" if self.way == "llm-foundry" or (self.compile and self.way == "titan 2025") else "plain",
+            engine="fsdp2",
         )
 
 
@@ -182,8 +183,7 @@ def find(row: Row) -> Finding:
     works = [works_of(row.shape, training) for training in trainings]
     mixed: dict[str, Work] = {name: works[index % len(works)][name] for index, name in enumerate(works[0])}
     schedule = schedule_of(row.shape, trainings[0], row.strategy, row.num_nodes, row.node_size)
-    way = f"{row.way}, compiled" if row.compile and row.way == "titan 2025" else row.way
-    memory = fsdp2_memory_of(schedule, mixed, trainings[0], WAYS[way])
+    memory = fsdp2_memory_of(schedule, mixed, trainings[0], WAYS[row.way])
     return Finding(row, memory, reserved_of(schedule, memory, trainings[0], is_recomputed=False))
 
 

@@ -18,7 +18,7 @@ from shardwise.planner.cost.step_time import step_time
 from shardwise.planner.events import Event, step_events
 from shardwise.planner.hardware.cluster import Cluster, make_cluster
 from shardwise.planner.hardware.gpus import Efficiency, Overheads
-from shardwise.planner.shapes.names import shape_named
+from shardwise.planner.shapes.names import coded, shape_named
 from shardwise.planner.shapes.shape import ModelShape, units_of
 from shardwise.planner.training import Checkpointing, Lora, Training
 from shardwise.planner.work.activations import works_of
@@ -98,6 +98,8 @@ def step_of(row: Row) -> Step:
         shape = replace(shape_named("llama-2-70b"), name="llama-2-34b", layers=48, ffn=22016)
     else:
         shape = shape_named(row.model.lower().removesuffix("-hf"))
+    if not row.model.endswith("-hf"):
+        shape = coded(shape, Training(engine="fsdp2"))
     name, network = CLUSTERS[row.gpu]
     modes: dict[str, tuple[Checkpointing, ...]] = {
         "none": ("none",), "full": ("full",), "selective": ("selective",), "layer": ("none", "full"),

@@ -60,8 +60,9 @@ def test_full_checkpointing_saves_the_input_alone() -> None:
 
 def test_what_torchtitan_keeps_is_what_its_tracker_shows() -> None:
     """1 full, 7.7 with every second product kept: what the tracker shows for Llama 2 7B."""
-    assert widths(LLAMA_2, Training(engine="fsdp2", checkpointing="full")) == 1.0
-    assert widths(LLAMA_2, Training(engine="fsdp2", checkpointing="selective")) == pytest.approx(7.7, abs=0.01)
+    titan = replace(LLAMA_2, code="titan")
+    assert widths(titan, Training(engine="fsdp2", checkpointing="full")) == 1.0
+    assert widths(titan, Training(engine="fsdp2", checkpointing="selective")) == pytest.approx(7.7, abs=0.01)
 
 
 def test_a_compiled_block_saves_what_products_and_norms_read() -> None:
@@ -79,6 +80,14 @@ def test_plain_cross_entropy_takes_12_bytes_a_logit() -> None:
     loss = works_of(shape, training)["lm_head"]
     per_logit = (loss.saved_bytes + loss.backward_peak_bytes) / (training.num_tokens * shape.vocab)
     assert per_logit == pytest.approx(12, rel=0.01)
+
+
+def test_a_compiled_loss_takes_4_bytes_a_logit() -> None:
+    training = Training(engine="fsdp2", loss="compiled", seq=4096)
+    shape = replace(LLAMA_2, vocab=10**6)
+    loss = works_of(shape, training)["lm_head"]
+    per_logit = (loss.saved_bytes + loss.backward_peak_bytes) / (training.num_tokens * shape.vocab)
+    assert per_logit == pytest.approx(4, abs=0.01 + 2 * shape.hidden / training.num_tokens)
 
 
 @pytest.mark.parametrize(("loss", "least", "most"), [("chunked", 0.5, 0.7), ("fused", 0.0, 0.2), ("plain", 12, 13)])

@@ -13,7 +13,7 @@ from benchmarks.planner_memory_published import GIB, Finding, find, rows_and_lef
 from shardwise.planner.cost.fsdp2 import Wrapping, fsdp2_memory_of
 from shardwise.planner.cost.peak import GRADS, WORKSPACE_BYTES, Memory
 from shardwise.planner.planning import plan
-from shardwise.planner.shapes.names import shape_named
+from shardwise.planner.shapes.names import coded, shape_named
 from shardwise.planner.training import Checkpointing, Training
 from shardwise.planner.work.activations import works_of
 
@@ -29,7 +29,7 @@ def memory(
     training = Training(
         micro_batch=batch, seq=seq, checkpointing=mode, engine="fsdp2", loss="plain", num_micro_batches=num
     )
-    shape = shape_named(model)
+    shape = coded(shape_named(model), training)
     schedule = schedule_of(shape, training, strategy, 1, 8)
     return fsdp2_memory_of(schedule, works_of(shape, training), training, wrapping)
 
@@ -88,7 +88,7 @@ def test_active_memory_that_was_measured(mode: Checkpointing, measured_gib: floa
 
 def test_compiled_blocks_keep_nothing_that_no_backward_reads() -> None:
     """As torch's partitioner: of every second product, all but the last."""
-    shape = shape_named("llama-2-7b")
+    shape = replace(shape_named("llama-2-7b"), code="titan")
     eager, compiled = (
         works_of(shape, Training(checkpointing="selective", engine="fsdp2", compile=compiles))["model.layers.1"]
         for compiles in (False, True)

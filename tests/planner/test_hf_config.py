@@ -23,6 +23,17 @@ USUAL = {
 }  # fmt: skip
 OLD = {"vocab_size": 1000, "n_embd": 64, "n_head": 4, "n_layer": 2, "n_positions": 128}
 PLAIN = {"vocab_size": 1000, "hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2}
+USUAL_4 = {**USUAL, "num_hidden_layers": 4}
+ROUTED = {**USUAL_4, "n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "n_group": 2,
+          "topk_group": 1, "first_k_dense_replace": 1}  # fmt: skip
+LATENT = {**ROUTED, "num_key_value_heads": 4, "kv_lora_rank": 16, "q_lora_rank": 24, "qk_rope_head_dim": 8,
+          "qk_nope_head_dim": 16, "v_head_dim": 16, "n_shared_experts": 1}  # fmt: skip
+LLAMA4 = {**USUAL_4, "intermediate_size_mlp": 200, "num_local_experts": 4, "num_experts_per_tok": 1, "head_dim": 16,
+          "interleave_moe_layer_step": 2}  # fmt: skip
+SHARED = {**USUAL_4, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
+          "shared_expert_intermediate_size": 48}  # fmt: skip
+LINEAR = {"linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 16,
+          "linear_value_head_dim": 16, "head_dim": 16}  # fmt: skip
 MODELS: list[tuple[str, dict[str, Any]]] = [
     ("llama", USUAL),
     ("llama", {**USUAL, "attention_bias": True}),
@@ -59,6 +70,14 @@ MODELS: list[tuple[str, dict[str, Any]]] = [
     ("granite", USUAL),
     ("smollm3", {**USUAL, "pad_token_id": 0}),
     ("nemotron", {**USUAL, "head_dim": 16}),
+    ("deepseek_v2", {**LATENT, "q_lora_rank": None, "n_shared_experts": 2}),
+    ("deepseek_v3", LATENT),
+    ("glm4_moe", {**ROUTED, "n_shared_experts": 1, "head_dim": 16, "use_qk_norm": True}),
+    ("llama4_text", LLAMA4),
+    ("llama4_text", {**LLAMA4, "interleave_moe_layer_step": 1}),
+    ("minimax_m2", {**USUAL, "num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16, "rotary_dim": 8}),
+    ("qwen2_moe", SHARED),
+    ("qwen3_next", {**SHARED, **LINEAR}),
 ]
 
 

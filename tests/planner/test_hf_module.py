@@ -56,9 +56,8 @@ CONFIGS: list[tuple[dict[str, Any], str]] = [
     ({"model_type": "bert", "vocab_size": 1000, **SMALL, "architectures": ["BertForMaskedLM"]}, "BertForMaskedLM"),
     ({"model_type": "modernbert", "vocab_size": 1000, **SMALL, "pad_token_id": 0}, "ModernBertForMaskedLM"),
     ({"model_type": "mamba", "vocab_size": 1000, "hidden_size": 32, "num_hidden_layers": 2}, "MambaForCausalLM"),
-    ({"model_type": "deepseek_v3", **MOE, "n_routed_experts": 4, "kv_lora_rank": 16, "q_lora_rank": 16,
-      "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 12, "n_group": 1, "topk_group": 1,
-      "first_k_dense_replace": 1}, "DeepseekV3ForCausalLM"),
+    ({"model_type": "dots1", **MOE, "n_routed_experts": 4, "n_shared_experts": 1, "n_group": 1, "topk_group": 1,
+      "first_k_dense_replace": 1}, "Dots1ForCausalLM"),
     ({"model_type": "qwen3_moe", **MOE, "num_experts": 4, "decoder_sparse_step": 2}, "Qwen3MoeForCausalLM"),
     ({"model_type": "persimmon", **TEXT}, "PersimmonForCausalLM"),
     ({"model_type": "lfm2", **TEXT, "block_ff_dim": 160}, "Lfm2ForCausalLM"),
@@ -76,7 +75,7 @@ def planned(config: Any, **sizes: Any) -> Plan | States:
     return sw.plan(config, "2xA100-40GB", search=False, strategy="zero3", **sizes)
 
 
-@pytest.mark.quick("llava", "t5", "mamba", "deepseek_v3")
+@pytest.mark.quick("llava", "t5", "mamba", "dots1")
 @pytest.mark.parametrize(("config", "architecture"), CONFIGS, ids=[str(config["model_type"]) for config, _ in CONFIGS])
 def test_every_parameter_of_the_real_model_is_counted(config: dict[str, Any], architecture: str) -> None:
     assert why_no_shape(config)

@@ -39,7 +39,9 @@ def plan(
     checkpointing: str = "auto",
     compiled: bool = False,
     loss: str = "chunked",
+    variable_length: bool = False,
     engine: str = "shardwise",
+    code: str = "auto",
     speculation: str = "auto",
     strategy: str | None = None,
     search: bool = True,
@@ -81,7 +83,9 @@ def plan(
         lora=None if lora is None else _lora(lora),
         compile=compiled,
         loss=loss,
+        variable_length=variable_length,
         engine=engine,
+        code=code,
         speculation=speculation,
     )
     answer = plan_as_json(made, None if tokens is None else _num_tokens(tokens))
@@ -144,18 +148,23 @@ def _num_tokens(text: str) -> float:
 
 
 def _lora(text: str) -> "Lora":
-    """Parse `16`, or `r=16,targets=q_proj+v_proj`."""
+    """Parse `16`, or `r=16,targets=q_proj+v_proj,dropout=0.05,upcast`."""
     from ..planner.training import Lora
 
     words: dict[str, str] = {}
-    for word in text.split(","):
+    parts = [word.strip() for word in text.split(",")]
+    for word in (part for part in parts if part != "upcast"):
         key, equals, value = word.strip().partition("=")
         key, value = (key, value) if equals else ("r", key)
-        if key not in ("r", "targets") or key in words:
+        if key not in ("r", "targets", "dropout") or key in words:
             why = f"{key} is given twice" if key in words else f"unknown word {key!r}"
-            raise ConfigurationError(f"--lora: {why} in {text!r}; write r=16,targets=q_proj+v_proj")
+            raise ConfigurationError(f"--lora: {why} in {text!r}; write r=16,targets=q_proj+v_proj,dropout=0.05,upcast")
         words[key] = value
     rank = words.get("r", "16")
     if not rank.isdecimal():
         raise ConfigurationError(f"--lora: {rank!r} in {text!r} is not a rank; write r=16,targets=q_proj+v_proj")
-    return Lora(int(rank), tuple(words["targets"].split("+")) if "targets" in words else ())
+    dropout = quantity(words.get("dropout", "0"), {"": 1})
+    if dropout is None:
+        raise ConfigurationError(f"--lora: dropout {words['dropout']!r} in {text!r} is no number; write dropout=0.05")
+    targets = tuple(words["targets"].split("+")) if "targets" in words else ()
+    return Lora(int(rank), targets, dropout, "upcast" in parts)

@@ -123,7 +123,8 @@ class Assessment:
         if not self.machine.has_reserve:
             return peak.Reserved.exactly(self.memory.peak.total)
         is_recomputed = any(work.recomputed for work in self.works.values())
-        return peak.reserved_of(self.schedule, self.memory, self.training, is_recomputed)
+        reserved = peak.reserved_of(self.schedule, self.memory, self.training, is_recomputed)
+        return peak.fragmented(reserved) if self.training.variable_length else reserved
 
     @cached_property
     def moved(self) -> StepTraffic:

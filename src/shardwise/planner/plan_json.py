@@ -27,6 +27,7 @@ _WORDS = {"params": "parameters", "grads": "gradients", "gathered": "gathered un
 _LOSSES = {
     "chunked": "one chunk of logits, and the gradient of the head's weight",
     "plain": "14 B x tokens x vocabulary",
+    "compiled": "4 B x tokens x vocabulary",
     "fused": "no logits",
 }
 _FORMULAS: dict[str, list[str]] = json.loads(Path(__file__).with_name("formulas.json").read_text(encoding="utf-8"))

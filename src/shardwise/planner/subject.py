@@ -5,17 +5,19 @@ activation checkpointing or, if the planner built the module, with the requested
 """
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Union
 
 from ..base.errors import ConfigurationError
+from ..core.layout import AUTO
 from ..core.schedule.model import UnitSpec
 from .assess import Subject
+from .cost.peak import FRAGMENTED, MOST_FRAGMENTED
 from .hardware.gpus import flops_per_token
 from .shapes.hf_config import module_of_config, num_positions_in, read_config, shape_of_config, why_no_shape
-from .shapes.names import is_file, shape_of
+from .shapes.names import NOTES, coded, is_file, shape_of
 from .shapes.shape import ModelShape, StatesOnly, units_of
 from .training import Training
 from .work.activations import works_of
@@ -65,6 +67,8 @@ def model_of(model: Planned) -> "ModelShape | StatesOnly | Built | nn.Module":
 def subject_for(model: "ModelShape | StatesOnly | Built | nn.Module", training: Training) -> Subject | StatesOnly:
     if isinstance(model, ModelShape):
         return subject_of(model, training)
+    if training.code not in (AUTO, "hf"):
+        raise ConfigurationError(f"code {training.code!r} needs a model that is known by its sizes; leave it out")
     if isinstance(model, StatesOnly):
         return model
     if not isinstance(model, Built):
@@ -87,6 +91,7 @@ def subject_for(model: "ModelShape | StatesOnly | Built | nn.Module", training: 
 
 
 def subject_of(shape: ModelShape, training: Training) -> Subject:
+    shape = coded(shape, training)
     if 0 < shape.num_positions < training.seq:
         raise ConfigurationError(
             f"model {shape.name!r} has {shape.num_positions} positions, but sequences of {training.seq} tokens were "
@@ -95,14 +100,31 @@ def subject_of(shape: ModelShape, training: Training) -> Subject:
     facts = {name: getattr(shape, name) for name in _FACTS}
     if shape.num_experts > 1:
         facts |= {"num_experts": shape.num_experts, "num_active_experts": shape.num_active_experts}
+    if note := "; ".join(filter(None, _notes(shape, training))):
+        facts["note"] = note
     return Subject(
         name=shape.name,
         units=tuple(units_of(shape, training.lora)),
         works=lambda asked: works_of(shape, asked),
-        flops_per_token=flops_per_token(shape.num_matmul_params, shape.layers, shape.query_width, training.seq),
+        flops_per_token=flops_per_token(
+            shape.num_matmul_params,
+            sum(not kind.linear_heads[0] for kind in shape.kinds),
+            shape.attention_width,
+            training.seq,
+        ),
         facts=facts,
         head_dim=shape.head_dim,
     )
+
+
+def _notes(shape: ModelShape, training: Training) -> Iterator[str]:
+    """Yield what the plan assumes or leaves out."""
+    yield shape.note
+    yield NOTES["eager"] if shape.attention == "eager" else ""
+    yield NOTES["sends_all"] if shape.sends_all else ""
+    yield NOTES["linear"] if shape.attention_every > 1 else ""
+    if training.variable_length:
+        yield NOTES["variable_length"].format(training.seq, FRAGMENTED, MOST_FRAGMENTED)
 
 
 class NotRunError(ConfigurationError):

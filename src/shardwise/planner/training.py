@@ -11,8 +11,9 @@ from .hardware.cluster import bytes_of
 
 Optimizer = Literal["adamw", "adamw8bit", "sgd"]
 Checkpointing = Literal["none", "selective", "full"]
-Loss = Literal["chunked", "plain", "fused"]
+Loss = Literal["chunked", "plain", "compiled", "fused"]
 EngineName = Literal["shardwise", "fsdp2"]
+Code = Literal["auto", "in-tree", "hf", "titan", "mpt"]
 LossChunk = Literal["small", "large"]
 
 USUAL_SEQ = 2048
@@ -40,21 +41,27 @@ def tokens_per_chunk(vocab: int, chunk: LossChunk = "small") -> int:
 
 @dataclass(frozen=True, slots=True)
 class Lora:
-    """LoRA adapters of rank `r` on the linear layers `targets`; (): those that peft uses for this kind of model."""
+    """LoRA adapters of rank `r` on the linear layers `targets`; (): those that peft uses for this kind of model.
+    `upcast`: adapters compute in fp32 beside 16-bit weights, so peft casts their inputs."""
 
     r: int = 16
     targets: tuple[str, ...] = ()
+    dropout: float = 0.0
+    upcast: bool = False
 
     def __post_init__(self) -> None:
         if type(self.r) is not int or not 1 <= self.r <= MOST_RANK:
             raise ConfigurationError(f"lora: rank {self.r!r} must be a whole number from 1 to {MOST_RANK:,}")
+        if type(self.dropout) not in (int, float) or not 0 <= self.dropout < 1:
+            raise ConfigurationError(f"lora: dropout {self.dropout!r} must be a number from 0 to less than 1")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Training:
     """Settings of one training step. Sizes are per rank. `loss`: "chunked" is the trainer's own, "plain" is the usual
-    cross-entropy on full logits, "fused" is Liger's. `loss_chunk`: of the chunked loss. `engine`: the engine whose
-    memory is predicted; "fsdp2" is there only for comparisons with published measurements."""
+    cross-entropy on full logits, "compiled" is that by torch.compile, "fused" is Liger's. `loss_chunk`: of the chunked
+    loss. `engine`: the engine whose memory is predicted; "fsdp2" is there only for comparisons with published
+    measurements. `code`: whose model code runs; "auto": `coded` in shapes/names.py decides."""
 
     seq: int = USUAL_SEQ
     micro_batch: int = 1
@@ -68,6 +75,8 @@ class Training:
     loss: Loss = "chunked"
     loss_chunk: LossChunk = "small"
     engine: EngineName = "shardwise"
+    code: Code = "auto"
+    variable_length: bool = False  # batches differ in length, and `seq` is the longest
     moments: float | None = None  # replaces `num_moments`, for another optimizer
     speculation: int | str = AUTO  # memory of a rank for updates before the gradients' norm is known
 
@@ -88,7 +97,7 @@ class Training:
                 f"{MOST['micro_batch']:,} that are planned for"
             )
         kinds: dict[str, Any] = {"optimizer": Optimizer, "checkpointing": Checkpointing, "loss": Loss}
-        kinds |= {"loss_chunk": LossChunk, "engine": EngineName}
+        kinds |= {"loss_chunk": LossChunk, "engine": EngineName, "code": Code}
         for name, kind in kinds.items():
             if (value := getattr(self, name)) not in get_args(kind):
                 yield f"{name} {str(value)!r}; {did_you_mean(str(value), get_args(kind))}"

@@ -19,11 +19,11 @@ from ..work.work import Work
 ATTENTION_BACKWARD = 2.5  # FLOP, relative to the forward
 KERNELS_BACKWARD = 2.0  # number of kernels, relative to the forward
 # The same for a loss. A chunked loss does almost everything in its forward.
-LOSS_KERNELS_BACKWARD = {"plain": 1.0, "chunked": 0.0, "fused": 0.0}
+LOSS_KERNELS_BACKWARD = {"plain": 1.0, "compiled": 1.0, "chunked": 0.0, "fused": 0.0}
 # Host time to queue a kernel of a checkpointed block, relative to others: it has saved-tensor hooks and dispatch modes.
 HOST_OF_CHECKPOINTING = {"none": 1.0, "full": 1.5, "selective": 2.6}
 # Each chunk of a loss adds to the weight's gradient. Bytes read and written per element: in fp32, or in 16 bits.
-LOSS_GRAD_BYTES = {"chunked": 8, "fused": 4, "plain": 0}
+LOSS_GRAD_BYTES = {"chunked": 8, "fused": 4, "plain": 0, "compiled": 0}
 # Memory traffic of norm and clipping, relative to a gradient: the norm reads it, and clipping reads and writes it.
 # Offloaded gradients are clipped by the host.
 NORM_PASSES = 3

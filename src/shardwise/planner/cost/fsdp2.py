@@ -11,7 +11,7 @@ Three streams allocate, and none reuses memory that another has freed: `Memory.p
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from ...base.errors import ConfigurationError
 from ...core.schedule.state_bytes import off_device
@@ -29,7 +29,6 @@ class Wrapping:
     in older torchtitan and in accelerate. `keeps_last`: the last unit stays gathered from its forward to its backward.
     `root_stays`: so does the root. `kept_logit_bytes`: bytes per logit (2, or 4 in fp32) if a variable of the training
     loop holds the logits of the previous step until the next ones replace them; else 0.
-    `compiles_loss`: cast, log-softmax and cross-entropy are one kernel, and the gradient of the logits another.
     `is_foreach`: the optimizer allocates a temporary copy of everything that it updates; a fused one does not.
     """
 
@@ -37,7 +36,6 @@ class Wrapping:
     keeps_last: bool = True
     root_stays: bool = True
     kept_logit_bytes: int = 0
-    compiles_loss: bool = False
     is_foreach: bool = False
 
 
@@ -127,12 +125,12 @@ class _Step(MemoryWalk):
         self.kept_input = 0  # bytes of the input of the last reduce-scatter
         self.grads_of: Counter[int] = Counter()  # by group: bytes of gradients that are not yet reduced
         last = self.names[-1]
-        products = works[last].products if training.loss == "plain" else ()
+        products = works[last].products if training.loss in ("plain", "compiled") else ()
         self.num_logits = products[-1].m * products[-1].n if products else 0
         self.itemsize = training.formats.compute.itemsize
-        self.works = dict(works)
-        if wrapping.compiles_loss:
-            self.works[last] = _compiled(works[last], self.num_logits, self.itemsize)
+        # Bytes that the loss saves for each logit: a compiled one saves the logits, another one fp32 scores.
+        self.saved_itemsize = self.itemsize if training.loss == "compiled" else FP32_BYTES
+        self.works = works
         self.shard_bytes = 0
         for unit in schedule.units:
             for flat in unit.flats:
@@ -209,8 +207,7 @@ class _Step(MemoryWalk):
                 self.note(f"backward {name}", ACTIVATIONS, work.output_bytes + work.backward_peak_bytes)
             elif self.num_logits:
                 # The gradient of the logits exists now, and the loss has freed its own tensors of that size.
-                saved = self.itemsize if self.wrapping.compiles_loss else FP32_BYTES
-                extra = (self.itemsize - saved) * self.num_logits + loss.grad_bytes + input_bytes
+                extra = (self.itemsize - self.saved_itemsize) * self.num_logits + loss.grad_bytes + input_bytes
                 self.note("backward head", LOSS, extra)
             else:
                 self.note("backward head", LOSS, loss.output_bytes + loss.backward_peak_bytes)
@@ -256,13 +253,3 @@ class _Step(MemoryWalk):
         if not is_first:
             self.note(f"add up {name}", ACTIVATIONS, before)
             self.hold(GRADS, -group.grad_bytes, REDUCE_STREAM)
-
-
-def _compiled(loss: Work, num_logits: int, itemsize: int) -> Work:
-    """Return the work of a compiled loss: it saves the logits, not fp32 scores, and allocates one gradient, not two."""
-    return replace(
-        loss,
-        saved_bytes=loss.saved_bytes - (FP32_BYTES - itemsize) * num_logits,
-        forward_peak_bytes=loss.forward_peak_bytes - 2 * FP32_BYTES * num_logits,
-        backward_peak_bytes=itemsize * num_logits,
-    )

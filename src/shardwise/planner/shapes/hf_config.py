@@ -56,9 +56,11 @@ def _opt(config: Config, sizes: Fields) -> Fields:
 
 
 def _gpt_neox(config: Config, sizes: Fields) -> Fields:
+    fields = _partial_rotary(config, sizes, "rotary_pct", 0.25)
+    fields["residual"] = "parallel" if _read_bool(config, "use_parallel_residual", True) else "pre"
     if _read_bool(config, "attention_bias", True):
-        return {"bias": True, "qkv_bias": True, "other_elems": 0}
-    return {"qkv_bias": False, "other_elems": sizes["ffn"] + sizes["hidden"]}
+        return {**fields, "bias": True, "qkv_bias": True, "other_elems": 0}
+    return {**fields, "qkv_bias": False, "other_elems": sizes["ffn"] + sizes["hidden"]}
 
 
 def _falcon(config: Config, sizes: Fields) -> Fields:
@@ -76,8 +78,7 @@ def _stablelm(config: Config, sizes: Fields) -> Fields:
 
 def _qk_norms(config: Config, sizes: Fields, is_default: bool = True) -> Fields:
     """Count the parameters of norms of queries and of keys, if each norm is over all heads together."""
-    norms = _num_qk_norm_elems(sizes) if _read_bool(config, "use_qk_norm", is_default) else 0
-    return {"other_elems": _biases(config, sizes)["other_elems"] + norms}
+    return {"qk_norm_whole": _read_bool(config, "use_qk_norm", is_default)}
 
 
 def _num_qk_norm_elems(sizes: Fields) -> int:
@@ -91,17 +92,76 @@ def _gpt_oss(config: Config, sizes: Fields) -> Fields:
     return {"other_elems": sizes["heads"] + sizes["hidden"] + sizes["num_experts"] * elems_per_expert}
 
 
+def _partial_rotary(config: Config, sizes: Fields, key: str = "partial_rotary_factor", default: float = 1.0) -> Fields:
+    rope = config.get("rope_parameters") or {}
+    share = config.get(key, rope.get("partial_rotary_factor", default))
+    head_dim = sizes.get("head_dim", sizes["hidden"] // sizes["heads"])
+    return {"rotary_dim": int(share * head_dim)}
+
+
+def _mixed(config: Config, sizes: Fields) -> Fields:
+    """Read the blocks without experts, and the experts that all tokens use."""
+    num_shared = config.get("n_shared_experts") or 0
+    shared = config.get("shared_expert_intermediate_size") or num_shared * sizes["expert_ffn"]
+    return {"dense_layers": config.get("first_k_dense_replace", 0), "shared_ffn": shared}
+
+
+def _latent(config: Config, sizes: Fields) -> Fields:
+    """Read DeepSeek's latent attention."""
+    keys = ("kv_lora_rank", "qk_rope_head_dim", "v_head_dim", "qk_nope_head_dim")
+    if missing := [key for key in keys if type(config.get(key)) is not int]:
+        raise ConfigurationError(f"config.json: it has no {missing[0]}, a size of latent attention")
+    kv_rank, rope_dim, value_dim, plain_dim = (config[key] for key in keys)
+    fields = {
+        "q_rank": config.get("q_lora_rank") or 0,
+        "kv_rank": kv_rank,
+        "rope_dim": rope_dim,
+        "value_dim": value_dim,
+    }
+    return {**_mixed(config, sizes), **fields, "head_dim": plain_dim + rope_dim, "kv_heads": sizes["heads"]}
+
+
+def _llama4(config: Config, sizes: Fields) -> Fields:
+    """In its config, `intermediate_size` is the width of an expert; dense blocks have `intermediate_size_mlp`."""
+    ffn = config.get("intermediate_size_mlp", sizes["ffn"])
+    return {"ffn": ffn, "expert_ffn": sizes["ffn"], "shared_ffn": sizes["ffn"],
+            "experts_every": config["interleave_moe_layer_step"]}  # fmt: skip
+
+
+def _qwen3_next(config: Config, sizes: Fields) -> Fields:
+    num_keys, num_values = config.get("linear_num_key_heads", 16), config.get("linear_num_value_heads", 32)
+    key_dim = config.get("linear_key_head_dim", 128)
+    if config.get("linear_value_head_dim", 128) != key_dim or config.get("linear_conv_kernel_dim", 4) != 4:
+        raise ConfigurationError("config.json: linear attention with other values than keys, or another convolution")
+    return {**_mixed(config, sizes), **_partial_rotary(config, sizes), "linear_heads": (num_keys, num_values),
+            "linear_dim": key_dim, "attention_every": config["full_attention_interval"]}  # fmt: skip
+
+
 _FAMILY_RULES: dict[str, Callable[[Config, Fields], Fields]] = {  # for what families.json cannot express
     "opt": _opt,
     "gptj": lambda config, sizes: {"other_elems": sizes["ffn"] + sizes["hidden"]},  # biases of the feed-forward
     "gpt_neox": _gpt_neox,
     "bloom": lambda config, sizes: {"other_outside_elems": 2 * sizes["hidden"]},
     "falcon": _falcon,
-    "phi": lambda config, sizes: {"qk_norm": _read_bool(config, "qk_layernorm")},
+    "phi": lambda config, sizes: {
+        "qk_norm": _read_bool(config, "qk_layernorm"),
+        **_partial_rotary(config, sizes, default=0.5),
+    },
     "stablelm": _stablelm,
     **dict.fromkeys(("cohere", "cohere2"), partial(_qk_norms, is_default=False)),
     **dict.fromkeys(("olmo2", "olmo3", "olmoe"), _qk_norms),
     "gpt_oss": _gpt_oss,
+    **dict.fromkeys(("deepseek_v2", "deepseek_v3", "kimi_k2"), _latent),
+    "glm4_moe": lambda config, sizes: {
+        **_mixed(config, sizes),
+        **_partial_rotary(config, sizes),
+        "qk_norm": _read_bool(config, "use_qk_norm"),
+    },
+    "llama4_text": _llama4,
+    "minimax_m2": lambda config, sizes: {"rotary_dim": config.get("rotary_dim", 0)},
+    "qwen2_moe": _mixed,
+    "qwen3_next": _qwen3_next,
+    **dict.fromkeys(("phi3", "glm", "glm4"), _partial_rotary),
 }
 
 
@@ -176,19 +236,32 @@ def _with_defaults(config: Config) -> Fields:
     return {**defaults, **{key: value for key, value in config.items() if value is not None}}
 
 
+_ATTENTIONS = ("full_attention", "sliding_attention", "chunked_attention")
+
+
 def _obstacles(config: Config) -> Iterator[tuple[str, str]]:
     """Yield each key that shows that the model is not a chain of equal blocks, with an explanation."""
-    yield from ((key, why) for key, why in _DATA["keys of models without a shape"].items() if config.get(key))
+    reads = FAMILIES[str(config["model_type"])].get("reads", ())
+    known = _DATA["keys of models without a shape"]
+    yield from ((key, why) for key, why in known.items() if config.get(key) and key not in reads)
     if config.get("decoder_sparse_step", 1) != 1:
         yield "decoder_sparse_step", "some blocks have no experts"
     for key, value in config.items():
         # Qwen3-Next, Jamba, Bamba
-        if value and key.startswith(("linear_", "mamba_", "attn_layer_", "layers_block_type", "hybrid_")):
+        if (
+            value
+            and key not in reads
+            and key.startswith(("linear_", "mamba_", "attn_layer_", "layers_block_type", "hybrid_"))
+        ):
             yield key, "some blocks have something else than attention"
     kinds = config.get("layer_types", [])
     if not isinstance(kinds, list):
         yield "layer_types", f"{kinds!r} is no list of them"
-    elif other := [kind for kind in kinds if kind not in ("full_attention", "sliding_attention")]:
+    elif "layer_types" in reads:
+        every = config["full_attention_interval"]
+        if [kind == "full_attention" for kind in kinds] != [(i + 1) % every == 0 for i in range(len(kinds))]:
+            yield "layer_types", f"full attention is not in every {every}th block alone"
+    elif other := [kind for kind in kinds if kind not in _ATTENTIONS]:
         yield "layer_types", f"{other[0]!r} is no plain attention"
 
 

@@ -17,8 +17,9 @@ from ...base.dtypes import dtype_of
 from ...base.errors import ConfigurationError, did_you_mean
 from ...base.text import key_values
 from ..hardware.links import quantity
+from ..training import Training
 from .hf_config import shape_of_config
-from .shape import MOST_OF_A_SIZE, ModelShape, StatesOnly
+from .shape import MOST_OF_A_SIZE, Code, ModelShape, StatesOnly
 
 _DATA: dict[str, Any] = json.loads(Path(__file__).with_name("models.json").read_text(encoding="utf-8"))
 
@@ -27,6 +28,7 @@ def _shapes(key: str) -> dict[str, ModelShape]:
     found = {}
     for group in _DATA[key]:
         fields = {**group["fields"], "dtype": dtype_of(group["fields"]["dtype"])}
+        fields["linear_heads"] = tuple(fields.get("linear_heads", (0, 0)))
         for row in group["rows"]:
             found[row[0]] = ModelShape(**dict(zip(_DATA["columns"], row, strict=True)), **fields)
     return found
@@ -36,7 +38,8 @@ PUBLISHED = _shapes("published")
 IN_TREE = _shapes("in-tree")
 NAMED = {**PUBLISHED, **_shapes("measured by MosaicML"), **IN_TREE}
 
-_ALIASES = {"gpt-3": "gpt-175b", "gpt3-175b": "gpt-175b"}
+NOTES: dict[str, str] = _DATA["notes"]
+_ALIASES: dict[str, str] = _DATA["aliases"]
 # Suffixes that describe fine-tuning and not the shape.
 _VARIANT = r"-(hf|base|instruct(-2507)?|thinking-2507|chat|it|bf16|v0\.[12])(?=-|$)"
 
@@ -58,7 +61,8 @@ def shape_named(name: str) -> ModelShape:
     """Look up a shape; case, hyphens, underscores and suffixes of fine-tuning (`-Instruct`) are ignored."""
     owner, _, bare = name.strip().lower().rpartition("/")
     known = PUBLISHED if owner else NAMED
-    words = _ALIASES.get(bare, re.sub(_VARIANT, "", bare.replace("_", "-")).removeprefix("meta-"))
+    words = re.sub(_VARIANT, "", bare.replace("_", "-")).removeprefix("meta-")
+    words = _ALIASES.get(bare, _ALIASES.get(words, words))
     found = {_letters(key): shape for key, shape in known.items()}.get(_letters(words))
     if found is None:
         raise ConfigurationError(
@@ -66,6 +70,20 @@ def shape_named(name: str) -> ModelShape:
             "; or give a config.json, or --shape layers=..."
         )
     return replace(found, name=name.strip()) if owner else found
+
+
+def coded(shape: ModelShape, training: Training) -> ModelShape:
+    """Return the shape with the model code that `training` asks for. By default, models known by name without an owner
+    run torchtitan's code under FSDP2, if it has such blocks; in-tree shapes run transformers' under other engines."""
+    if training.code != "auto":
+        return replace(shape, code=training.code)
+    if training.engine == "shardwise" or (shape.code != "in-tree" and shape.name not in NAMED):
+        return shape
+    usual: dict[str, Code] = {"fsdp2": "titan"}
+    try:
+        return replace(shape, code=usual.get(training.engine, "hf"))
+    except ConfigurationError:  # torchtitan has no such blocks
+        return shape
 
 
 def _letters(name: str) -> str:

@@ -5,19 +5,21 @@ for Llama, Mistral, Qwen3 and GPT-2 of transformers. Units of other families hav
 (GPT-2's, if positions are learned). Parameters that no field describes are counted in `other_elems`.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, lru_cache
-from math import prod
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from ...base.dtypes import FP32, DType
 from ...base.errors import ConfigurationError, did_you_mean, require_limits
-from ...core.schedule.model import ROOT, Param, Site, UnitSpec, least_outside, parts_of
+from ...core.schedule.model import ROOT, Param, Site, UnitSpec, least_outside
 from ..training import Lora
+from .parts import Block, Part, Parts, linear, other, vectors, with_adapters
 
-Norm = Literal["rms", "layer"]
-Code = Literal["in-tree", "hf"]
+Norm = Literal["rms", "rms-fp32", "layer"]
+Residual = Literal["pre", "post", "parallel"]  # where norms are; parallel: attention and feed-forward read one input
+Attention = Literal["flash", "eager"]
+Code = Literal["in-tree", "hf", "titan", "mpt"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,14 +44,38 @@ class ModelShape:
     norm_bias: bool = True  # for layer norms; RMS norms have none
     num_norms: int = 2  # per block
     qk_norm: bool = False  # queries and keys are normalised, each head by itself
+    qk_norm_whole: bool = False  # the same, all heads together
+    residual: Residual = "pre"
+    activation: str = ""  # "": SiLU, or in blocks with learned positions GPT-2's GELU
+    fused_qkv: bool = False  # one projection makes queries, keys and values
+    fused_gate_up: bool = False
+    rotary_dim: int = 0  # the part of a head that is rotated; 0: all, without a split
+    attention: Attention = "flash"
+    logits_capped: bool = False  # by tanh, those of attention and of the head
+    has_sinks: bool = False  # gpt-oss: attention sinks, biases and clamps in experts
+    q_rank: int = 0  # latent attention: rank of the queries (0: full), and of keys and values (0: no latent attention)
+    kv_rank: int = 0
+    rope_dim: int = 0  # the part of its `head_dim` that is rotated, with one key for all heads
+    value_dim: int = 0
+    attention_every: int = 1  # only every n-th block has attention; others have a gated delta net (linear attention)
+    linear_heads: tuple[int, int] = (0, 0)  # its heads of keys and of values, all of size `linear_dim`
+    linear_dim: int = 0
+    gated_attention: bool = False  # the queries' projection also makes a gate for each
     num_positions: int = 0  # number of learned positions
     num_experts: int = 1
     num_active_experts: int = 1
     expert_ffn: int = 0
+    shared_ffn: int = 0  # width of the experts that all tokens use, together
+    shared_gate: bool = False
+    dense_layers: int = 0  # number of first blocks without experts; their feed-forward has the width `ffn`
+    experts_every: int = 1  # of the other blocks, only every n-th has experts
+    wide_router: bool = False  # it computes in fp32
+    sends_all: bool = False  # every expert computes every token (Llama 4 in transformers)
     other_elems: int = 0  # further parameters of every block
     other_outside_elems: int = 0  # further parameters outside of blocks
     code: Code = "hf"
     dtype: DType = FP32
+    note: str = ""  # what is not counted
 
     def __post_init__(self) -> None:
         require_limits(f"shape {self.name!r}", self, _LIMITS)
@@ -68,18 +94,19 @@ class ModelShape:
             yield f"{self.heads} heads do not divide into {self.kv_heads} key-value heads; give a multiple of them"
         if self.num_active_experts > self.num_experts:
             yield f"{self.num_active_experts} active experts, but there are {self.num_experts}"
-        for name, known in (("norm", get_args(Norm)), ("code", get_args(Code))):
+        for name, known in (("norm", get_args(Norm)), ("code", get_args(Code)),
+                            ("residual", get_args(Residual)), ("attention", get_args(Attention))):  # fmt: skip
             if (value := getattr(self, name)) not in known:
                 yield f"{name} {str(value)!r}; {did_you_mean(str(value), known)}"
-        if self.code == "in-tree":
-            if self.query_width != self.hidden or self.head_dim % 2:
-                heads = f"{self.heads} heads of {self.head_dim} with hidden {self.hidden}"
-                yield f"{heads}, but the in-tree transformer has heads of hidden / heads, an even number"
-            for entry in fields(self):
-                value = getattr(self, entry.name)
-                if entry.name not in _IN_TREE_HAS and value != entry.default:
-                    always = f"always {entry.default!r} in the in-tree transformer"
-                    yield f"{entry.name} is {value!r}, but {always}; say code=hf"
+        if self.code == "in-tree" and (self.query_width != self.hidden or self.head_dim % 2):
+            heads = f"{self.heads} heads of {self.head_dim} with hidden {self.hidden}"
+            yield f"{heads}, but the in-tree transformer has heads of hidden / heads, an even number"
+        if self.code in _HAS:
+            who, names, always = _HAS[self.code]
+            wanted = {entry.name: entry.default for entry in fields(self) if entry.name not in names} | always
+            for name, value in wanted.items():
+                if getattr(self, name) != value:
+                    yield f"{name} is {getattr(self, name)!r}, but always {value!r} in {who}; say code=hf"
 
     @property
     def query_width(self) -> int:
@@ -94,30 +121,74 @@ class ModelShape:
         """Width of one expert, or of the only feed-forward if there are no experts."""
         return (self.expert_ffn or self.ffn) if self.num_experts > 1 else self.ffn
 
+    @property
+    def attention_width(self) -> int:
+        """Width of queries and values, on average."""
+        return self.heads * (self.head_dim + self.value_dim) // 2 if self.kv_rank else self.query_width
+
+    @cached_property
+    def kinds(self) -> "tuple[ModelShape, ...]":
+        """The shape of every block: without experts, or with linear attention, where the block has these."""
+        plain = {"num_experts": 1, "num_active_experts": 1, "shared_ffn": 0, "shared_gate": False, "sends_all": False}
+        made: dict[tuple[bool, bool], ModelShape] = {}
+        found = []
+        for index in range(self.layers):
+            is_dense = index < self.dense_layers or (index + 1) % self.experts_every > 0
+            is_linear = (index + 1) % self.attention_every > 0
+            if (is_dense, is_linear) not in made:
+                changes: dict[str, Any] = {"dense_layers": 0, "experts_every": 1, "attention_every": 1}
+                changes |= (plain if is_dense else {}) | ({} if is_linear else {"linear_heads": (0, 0)})
+                is_same = all(getattr(self, name) == value for name, value in changes.items())
+                made[is_dense, is_linear] = self if is_same else replace(self, **changes)
+            found.append(made[is_dense, is_linear])
+        return tuple(found)
+
     @cached_property
     def num_params(self) -> int:
-        return _parts(self).num_elems
+        return parts_in(self).num_elems
 
     @cached_property
     def num_matmul_params(self) -> int:
         """Parameters that a token is multiplied by: no embeddings, except a tied head; only the active experts."""
         looked_up = (0 if self.tied else self.vocab * self.hidden) + self.num_positions * self.hidden
-        num_idle = self.num_experts - self.num_active_experts
-        idle = self.layers * num_idle * (3 if self.gated else 2) * self.hidden * self.ffn_of_expert
-        return self.num_params - looked_up - idle
+        num_idle = sum(kind.num_experts - kind.num_active_experts for kind in self.kinds)
+        return self.num_params - looked_up - num_idle * (3 if self.gated else 2) * self.hidden * self.ffn_of_expert
 
 
 MOST_OF_A_SIZE = 10**9
 _LIMITS = {
     "layers": (1, 1_000),
     **dict.fromkeys(("hidden", "heads", "ffn", "vocab", "num_experts", "num_active_experts"), (1, MOST_OF_A_SIZE)),
-    **dict.fromkeys(("kv_heads", "head_dim", "num_positions", "expert_ffn"), (0, MOST_OF_A_SIZE)),
+    **dict.fromkeys(
+        (
+            "kv_heads",
+            "head_dim",
+            "num_positions",
+            "expert_ffn",
+            "shared_ffn",
+            "dense_layers",
+            "rotary_dim",
+            "q_rank",
+            "kv_rank",
+            "rope_dim",
+            "value_dim",
+            "linear_dim",
+        ),
+        (0, MOST_OF_A_SIZE),
+    ),
+    **dict.fromkeys(("experts_every", "attention_every"), (1, 1_000)),
     "num_norms": (1, 4),
     **dict.fromkeys(("other_elems", "other_outside_elems"), (0, 10**15)),
 }
-_IN_TREE_HAS = {
+_SIZES = {
     "name", "layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "vocab", "tied", "norm_bias", "code", "dtype",
 }  # fmt: skip
+# Code whose blocks are all alike: what may differ in it, and values that it always has.
+_HAS: dict[str, tuple[str, set[str], dict[str, object]]] = {
+    "in-tree": ("the in-tree transformer", _SIZES, {}),
+    "titan": ("torchtitan's Llama", {*_SIZES, "qk_norm"}, {}),
+    "mpt": ("llm-foundry's MPT", {*_SIZES, "bias", "qkv_bias", "num_positions"}, {"gated": False, "norm": "layer"}),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,62 +208,6 @@ class StatesOnly:
         return self.label or f"params={self.num_params:g}"
 
 
-WRAPPER = "base_model.model."  # peft's prefix of every name
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """A module that owns parameters. `params`: the attribute and the size of each.
-
-    `fan`: input and output width of a projection that can have adapters. `is_tied`: its weight is that of the first
-    part of the model, the embedding.
-    """
-
-    path: str
-    params: tuple[tuple[str, tuple[int, ...]], ...]
-    fan: tuple[int, int] | None = None
-    is_embedding: bool = False
-    is_tied: bool = False
-    is_adapter: bool = False
-
-    @property
-    def num_elems(self) -> int:
-        return sum(prod(size) for _, size in self.params)
-
-
-def _linear(
-    path: str, fan_in: int, fan_out: int, bias: bool = False, is_tied: bool = False, is_conv: bool = False
-) -> Part:
-    """A projection; `is_conv`: one of GPT-2's, whose weight is transposed."""
-    weight = ("weight", (fan_in, fan_out) if is_conv else (fan_out, fan_in))
-    return Part(path, (weight, ("bias", (fan_out,))) if bias else (weight,), (fan_in, fan_out), is_tied=is_tied)
-
-
-def _vectors(path: str, width: int, bias: bool = False) -> Part:
-    """A module with vectors of this width, such as a norm."""
-    return Part(path, (("weight", (width,)), ("bias", (width,))) if bias else (("weight", (width,)),))
-
-
-@dataclass(frozen=True, slots=True)
-class Parts:
-    """All parts of a model. `block`: those of one block, with relative paths. `block_paths`: paths of all blocks."""
-
-    before: tuple[Part, ...]
-    block: tuple[Part, ...]
-    block_paths: tuple[str, ...]
-    after: tuple[Part, ...]
-
-    @property
-    def num_block_elems(self) -> int:
-        return sum(part.num_elems for part in self.block)
-
-    @property
-    def num_elems(self) -> int:
-        outside = sum(part.num_elems for part in (*self.before, *self.after))
-        outside -= sum(prod(part.params[0][1]) for part in self.after if part.is_tied)
-        return outside + len(self.block_paths) * self.num_block_elems
-
-
 def units_of(shape: ModelShape, lora: Lora | None = None) -> list[UnitSpec]:
     """Return the units of a module of this shape, with adapters in fp32 if `lora` is given."""
     return list(_units(shape, lora))
@@ -200,13 +215,13 @@ def units_of(shape: ModelShape, lora: Lora | None = None) -> list[UnitSpec]:
 
 @lru_cache(maxsize=32)
 def _units(shape: ModelShape, lora: Lora | None) -> tuple[UnitSpec, ...]:
-    parts = _parts(shape)
+    parts = parts_in(shape)
     # `find_units` recognises blocks of transformers by class, and those of the in-tree model by repetition.
     splits_blocks = shape.code == "hf" or shape.layers > 1
     if lora is not None:
-        parts = _with_adapters(parts, lora.r, targets_of(shape, lora))
+        parts = with_adapters(parts, lora.r, targets_of(shape, lora))
     tied = next((Site(part.path, "weight") for part in parts.after if part.is_tied), None)
-    least = least_outside(parts.num_block_elems) if splits_blocks else parts.num_elems + 1
+    least = least_outside(max(block.num_elems for _, block in parts.blocks)) if splits_blocks else parts.num_elems + 1
     owned: dict[str, list[Param]] = {ROOT: []}
 
     def params_of(part: Part, path: str) -> list[Param]:
@@ -228,19 +243,17 @@ def _units(shape: ModelShape, lora: Lora | None) -> tuple[UnitSpec, ...]:
 
     add_outside(parts.before)
     # A block is one unit, or one for each large part and one for the rest.
-    in_block = ["", *_large_parts(parts.block)] if splits_blocks else []
-    around = [[unit for unit in in_block if _is_in(part.path, unit)] for part in parts.block]
-    owners = [max(units, key=len, default=None) for units in around]
-    for path in parts.block_paths:
-        names = {None: ROOT} | {unit: f"{path}.{unit}" if unit else path for unit in in_block}
+    holding = set()
+    for path, block in parts.blocks:
+        names = {unit: (f"{path}.{unit}" if unit else path) if splits_blocks else ROOT for unit in block.units}
+        holding |= {path} if splits_blocks and len(names) > 1 else set()
         for name in names.values():
             owned.setdefault(name, [])
-        for part, owner in zip(parts.block, owners, strict=True):
+        for part, owner in zip(block, block.owners, strict=True):
             owned[names[owner]] += params_of(part, f"{path}.{part.path}")
     add_outside(parts.after)
     owned = {name: params for name, params in owned.items() if params}
-    holding = {ROOT} if len(owned) > 1 else set()
-    holding |= set(parts.block_paths) if len(in_block) > 1 else set()
+    holding |= {ROOT} if len(owned) > 1 else set()
     return tuple(
         UnitSpec(
             name,
@@ -261,13 +274,16 @@ _IN_TREE_WORDS = {
 
 
 def targets_of(shape: ModelShape, lora: Lora) -> tuple[str, ...]:
-    """Return the requested targets, or peft's choice for the family."""
+    """Return the requested targets, or peft's choice for the family (queries and values, however they are made)."""
     if shape.code == "in-tree":
         return tuple(_IN_TREE_WORDS.get(name, name) for name in lora.targets) or ("query", "value")
-    return lora.targets or (("c_attn",) if shape.num_positions else ("q_proj", "v_proj"))
+    if shape.num_positions or shape.fused_qkv:
+        return lora.targets or (("c_attn",) if shape.num_positions else ("qkv_proj",))
+    usual = ("q_b_proj" if shape.q_rank else "q_proj", "kv_b_proj") if shape.kv_rank else ("q_proj", "v_proj")
+    return lora.targets or usual
 
 
-def _parts(shape: ModelShape) -> Parts:
+def parts_in(shape: ModelShape) -> Parts:
     has_bias = shape.norm == "layer" and shape.norm_bias
     names = "in-tree" if shape.code == "in-tree" else "gpt" if shape.num_positions else "llama"
     make_block, words, blocks, norm, head = _NAMING[names]
@@ -275,79 +291,123 @@ def _parts(shape: ModelShape) -> Parts:
     if shape.num_positions:
         sizes = (("weight", (shape.num_positions, shape.hidden)),)
         before.append(Part("transformer.wpe", sizes, is_embedding=True))
+    kinds = {id(kind): kind for kind in shape.kinds}
+    made = {key: Block(make_block(kind, has_bias)) for key, kind in kinds.items()}
     return Parts(
         before=tuple(before),
-        block=tuple(make_block(shape, has_bias)),
-        block_paths=tuple(f"{blocks}.{index}" for index in range(shape.layers)),
+        blocks=tuple((f"{blocks}.{index}", made[id(kind)]) for index, kind in enumerate(shape.kinds)),
         after=(
-            _vectors(norm, shape.hidden, has_bias),
-            *_other(shape.other_outside_elems),
-            _linear(head, shape.hidden, shape.vocab, shape.head_bias, is_tied=shape.tied),
+            vectors(norm, shape.hidden, has_bias),
+            *other(shape.other_outside_elems),
+            linear(head, shape.hidden, shape.vocab, shape.head_bias, is_tied=shape.tied),
         ),
     )
 
 
 def _in_tree_block(shape: ModelShape, _: bool) -> Iterator[Part]:
     hidden = shape.hidden
-    yield _vectors("attention_norm", hidden)
+    yield vectors("attention_norm", hidden)
     widths = {"query": shape.query_width, "key": shape.kv_width, "value": shape.kv_width}
-    yield from (_linear(f"attention.{name}", hidden, width) for name, width in widths.items())
-    yield _linear("attention.out", shape.query_width, hidden)
-    yield _vectors("ffn_norm", hidden)
-    yield _linear("ffn.gate", hidden, shape.ffn)
-    yield _linear("ffn.up", hidden, shape.ffn)
-    yield _linear("ffn.down", shape.ffn, hidden)
+    yield from (linear(f"attention.{name}", hidden, width) for name, width in widths.items())
+    yield linear("attention.out", shape.query_width, hidden)
+    yield vectors("ffn_norm", hidden)
+    yield linear("ffn.gate", hidden, shape.ffn)
+    yield linear("ffn.up", hidden, shape.ffn)
+    yield linear("ffn.down", shape.ffn, hidden)
 
 
 def _llama_block(shape: ModelShape, norm_bias: bool) -> Iterator[Part]:
     hidden, ffn = shape.hidden, shape.ffn
-    widths = {"q": shape.query_width, "k": shape.kv_width, "v": shape.kv_width}
-    yield from (_linear(f"self_attn.{name}_proj", hidden, width, shape.qkv_bias) for name, width in widths.items())
-    yield _linear("self_attn.o_proj", shape.query_width, hidden, shape.bias)
-    if shape.qk_norm:
-        yield _vectors("self_attn.q_norm", shape.head_dim, norm_bias)
-        yield _vectors("self_attn.k_norm", shape.head_dim, norm_bias)
+    if shape.linear_heads[0]:
+        yield from _delta_net(shape)
+    elif shape.kv_rank:
+        yield from _latent_attention(shape)
+    else:
+        yield from _attention(shape, norm_bias)
     if shape.num_experts > 1:
         yield from _experts(shape)
+    elif shape.fused_gate_up:
+        yield linear("mlp.gate_up_proj", hidden, 2 * ffn, shape.bias)
+        yield linear("mlp.down_proj", ffn, hidden, shape.bias)
     else:
         if shape.gated:
-            yield _linear("mlp.gate_proj", hidden, ffn, shape.bias)
-        yield _linear("mlp.up_proj", hidden, ffn, shape.bias)
-        yield _linear("mlp.down_proj", ffn, hidden, shape.bias)
+            yield linear("mlp.gate_proj", hidden, ffn, shape.bias)
+        yield linear("mlp.up_proj", hidden, ffn, shape.bias)
+        yield linear("mlp.down_proj", ffn, hidden, shape.bias)
     names = ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm")
-    yield from (_vectors(name, hidden, norm_bias) for name in names[: shape.num_norms])
-    yield from _other(shape.other_elems)
+    yield from (vectors(name, hidden, norm_bias) for name in names[: shape.num_norms])
+    yield from other(shape.other_elems)
+
+
+def _attention(shape: ModelShape, norm_bias: bool) -> Iterator[Part]:
+    widths = {"q": shape.query_width, "k": shape.kv_width, "v": shape.kv_width}
+    made = {"qkv": sum(widths.values())} if shape.fused_qkv else widths
+    made = {**made, "q": 2 * widths["q"]} if shape.gated_attention else made
+    yield from (linear(f"self_attn.{name}_proj", shape.hidden, width, shape.qkv_bias) for name, width in made.items())
+    yield linear("self_attn.o_proj", shape.query_width, shape.hidden, shape.bias)
+    if shape.qk_norm or shape.qk_norm_whole:
+        for name in "qk":
+            width = shape.head_dim if shape.qk_norm else widths[name]
+            yield vectors(f"self_attn.{name}_norm", width, norm_bias)
+
+
+def _latent_attention(shape: ModelShape) -> Iterator[Part]:
+    if shape.q_rank:
+        yield linear("self_attn.q_a_proj", shape.hidden, shape.q_rank)
+        yield vectors("self_attn.q_a_layernorm", shape.q_rank)
+        yield linear("self_attn.q_b_proj", shape.q_rank, shape.query_width)
+    else:
+        yield linear("self_attn.q_proj", shape.hidden, shape.query_width)
+    yield linear("self_attn.kv_a_proj_with_mqa", shape.hidden, shape.kv_rank + shape.rope_dim)
+    yield vectors("self_attn.kv_a_layernorm", shape.kv_rank)
+    per_head = shape.head_dim - shape.rope_dim + shape.value_dim
+    yield linear("self_attn.kv_b_proj", shape.kv_rank, shape.heads * per_head)
+    yield linear("self_attn.o_proj", shape.heads * shape.value_dim, shape.hidden)
+
+
+def _delta_net(shape: ModelShape) -> Iterator[Part]:
+    """Yield Qwen3-Next's linear attention."""
+    keys, values = (heads * shape.linear_dim for heads in shape.linear_heads)
+    yield Part("linear_attn", (("dt_bias", (shape.linear_heads[1],)), ("A_log", (shape.linear_heads[1],))))
+    yield Part("linear_attn.conv1d", (("weight", (2 * keys + values, 1, 4)),))
+    yield linear("linear_attn.in_proj_qkvz", shape.hidden, 2 * keys + 2 * values)
+    yield linear("linear_attn.in_proj_ba", shape.hidden, 2 * shape.linear_heads[1])
+    yield vectors("linear_attn.norm", shape.linear_dim)
+    yield linear("linear_attn.out_proj", values, shape.hidden)
 
 
 def _gpt_block(shape: ModelShape, norm_bias: bool) -> Iterator[Part]:
     hidden = shape.hidden
-    yield _vectors("ln_1", hidden, norm_bias)
-    yield _linear("attn.c_attn", hidden, shape.query_width + 2 * shape.kv_width, shape.qkv_bias, is_conv=True)
-    yield _linear("attn.c_proj", shape.query_width, hidden, shape.bias, is_conv=True)
+    yield vectors("ln_1", hidden, norm_bias)
+    yield linear("attn.c_attn", hidden, shape.query_width + 2 * shape.kv_width, shape.qkv_bias, is_conv=True)
+    yield linear("attn.c_proj", shape.query_width, hidden, shape.bias, is_conv=True)
     if shape.qk_norm:
-        yield _vectors("attn.q_norm", shape.head_dim, norm_bias)
-        yield _vectors("attn.k_norm", shape.head_dim, norm_bias)
+        yield vectors("attn.q_norm", shape.head_dim, norm_bias)
+        yield vectors("attn.k_norm", shape.head_dim, norm_bias)
     if shape.num_norms > 1:
-        yield _vectors("ln_2", hidden, norm_bias)
+        yield vectors("ln_2", hidden, norm_bias)
     if shape.num_experts > 1:
         yield from _experts(shape)
     else:
-        yield _linear("mlp.c_fc", hidden, shape.ffn * (2 if shape.gated else 1), shape.bias, is_conv=True)
-        yield _linear("mlp.c_proj", shape.ffn, hidden, shape.bias, is_conv=True)
-    yield from _other(shape.other_elems)
+        yield linear("mlp.c_fc", hidden, shape.ffn * (2 if shape.gated else 1), shape.bias, is_conv=True)
+        yield linear("mlp.c_proj", shape.ffn, hidden, shape.bias, is_conv=True)
+    yield from other(shape.other_elems)
 
 
 def _experts(shape: ModelShape) -> Iterator[Part]:
     """Yield the router, and all experts in two tensors, as in transformers since version 5."""
     num, hidden, ffn = shape.num_experts, shape.hidden, shape.ffn_of_expert
-    yield Part("mlp.gate", (("weight", (num, hidden)),))
+    router = Part("mlp.gate", (("weight", (num, hidden)),))
     inward, width = ("gate_up_proj", 2 * ffn) if shape.gated else ("up_proj", ffn)
-    yield Part("mlp.experts", ((inward, (num, width, hidden)), ("down_proj", (num, hidden, ffn))))
-
-
-def _other(num_elems: int) -> Iterator[Part]:
-    if num_elems:
-        yield _vectors("other", num_elems)
+    experts = Part("mlp.experts", ((inward, (num, width, hidden)), ("down_proj", (num, hidden, ffn))))
+    # Qwen's order, with a gate for the shared expert, or DeepSeek's.
+    yield from (router, experts) if shape.shared_gate or not shape.shared_ffn else (experts, router)
+    if shape.shared_ffn:
+        shared = "mlp.shared_expert" if shape.shared_gate else "mlp.shared_experts"
+        yield from (linear(f"{shared}.{name}_proj", hidden, shape.shared_ffn) for name in ("gate", "up"))
+        yield linear(f"{shared}.down_proj", shape.shared_ffn, hidden)
+    if shape.shared_gate:
+        yield linear("mlp.shared_expert_gate", hidden, 1)
 
 
 # The block, and the names of embedding, blocks, last norm and head.
@@ -356,52 +416,3 @@ _NAMING = {
     "llama": (_llama_block, "model.embed_tokens", "model.layers", "model.norm", "lm_head"),
     "gpt": (_gpt_block, "transformer.wte", "transformer.h", "transformer.ln_f", "lm_head"),
 }
-
-
-def _with_adapters(parts: Parts, r: int, targets: Sequence[str]) -> Parts:
-    """Add adapters, like peft, to every projection whose path ends in one of the targets."""
-    example = f"{parts.block_paths[0]}."
-    paths = [part.path for part in (*parts.before, *parts.after) if part.fan]
-    paths += [example + part.path for part in parts.block if part.fan]
-    for target in targets:
-        if not any(_ends_in(path, (target,)) for path in paths):
-            leaves = {path.rpartition(".")[2] for path in paths}
-            raise ConfigurationError(f"lora: no projection is called {target!r}; {did_you_mean(target, leaves)}")
-
-    def adapted(part: Part, around: str = "") -> list[Part]:
-        if part.fan is None or not _ends_in(around + part.path, targets):
-            return [part]
-        fan_in, fan_out = part.fan
-        inward = Part(f"{part.path}.lora_A.default", (("weight", (r, fan_in)),), is_adapter=True)
-        outward = Part(f"{part.path}.lora_B.default", (("weight", (fan_out, r)),), is_adapter=True)
-        return [replace(part, path=f"{part.path}.base_layer"), inward, outward]
-
-    def wrapped(group: tuple[Part, ...]) -> tuple[Part, ...]:
-        return tuple(replace(new, path=WRAPPER + new.path) for part in group for new in adapted(part))
-
-    block = tuple(new for part in parts.block for new in adapted(part, example))
-    paths = [WRAPPER + path for path in parts.block_paths]
-    return Parts(wrapped(parts.before), block, tuple(paths), wrapped(parts.after))
-
-
-def _ends_in(path: str, targets: Sequence[str]) -> bool:
-    return any(path == target or path.endswith(f".{target}") for target in targets)
-
-
-def _large_parts(block: Sequence[Part]) -> list[str]:
-    """Return the paths inside a block that become units if the block is too large."""
-
-    def size(path: str) -> int:
-        return sum(part.num_elems for part in block if _is_in(part.path, path))
-
-    def children(path: str) -> Iterable[str]:
-        names = [
-            part.path.removeprefix(path).lstrip(".").partition(".")[0] for part in block if _is_in(part.path, path)
-        ]
-        return [f"{path}.{name}".lstrip(".") for name in dict.fromkeys(names) if name]
-
-    return parts_of("", size, children)
-
-
-def _is_in(path: str, unit: str) -> bool:
-    return not unit or path == unit or path.startswith(f"{unit}.")

@@ -28,6 +28,7 @@ class Head:
 
     chunked (trainer/loss.py): the forward computes gradients for a chunk of tokens at a time, and holds them in fp32
     plain: logits in the compute dtype and in fp32, their log-softmax, and in the backward two gradients of that size
+    compiled: plain, as one kernel that saves the logits, and one that makes their gradient
     fused (Liger's): like chunked, but gradients have the compute dtype, and chunks are no larger than the hidden states
     """
 
@@ -36,13 +37,20 @@ class Head:
     loss: Loss
     is_plain: bool = True
     chunk: LossChunk = "small"
+    is_capped: bool = False
 
     def __call__(self, t: Tape, states: Tensor) -> Tensor:
-        return self._plain(t, states) if self.loss == "plain" else self._chunked(t, states)
+        return self._plain(t, states) if self.loss in ("plain", "compiled") else self._chunked(t, states)
 
     def _plain(self, t: Tape, states: Tensor) -> Tensor:
         logits = blocks.linear(t, states, (self.hidden, self.vocab), "lm_head", plain=self.is_plain)
         del states
+        if self.loss == "compiled":
+            return t.op([logits], 1, saves=[logits])
+        if self.is_capped:  # Gemma 2
+            logits = blocks.scale(t, logits)
+            logits = t.op([logits], kernel=Kernel(saves_result=True))
+            logits = blocks.scale(t, logits)
         scores = t.op([blocks.cast(t, logits, 4)], kernel=Kernel(saves_result=True))
         return t.op([scores], 1, saves=[scores])
 
@@ -102,15 +110,16 @@ class Head:
 
 def end(shape: ModelShape, training: Training, t: Tape, x: Tensor) -> Tensor:
     """Run the end of the model on the tape: from the last block's output to the loss."""
-    is_in_tree = training.engine == "shardwise" and shape.code == "in-tree"
     if shape.norm == "layer":
         states = blocks.layer_norm(t, x, shape.hidden, bias=shape.norm_bias)
     else:
-        states = (blocks.rms_norm if is_in_tree else blocks.llama_norm)(t, x, shape.hidden)
+        states = (
+            blocks.rms_norm(t, x, shape.hidden) if shape.code == "in-tree" else blocks.norm(shape, t, x, shape.hidden)
+        )
     del x
     # A tied weight is reduced last, with the embedding: the buffer for its gradient does not exist yet.
-    is_plain = shape.code == "hf" and not shape.tied
-    head = Head(shape.hidden, shape.vocab, training.loss, is_plain, training.loss_chunk)
+    is_plain = shape.code != "in-tree" and not shape.tied
+    head = Head(shape.hidden, shape.vocab, training.loss, is_plain, training.loss_chunk, shape.logits_capped)
     return head(t, states)
 
 
@@ -122,7 +131,7 @@ def works_of(shape: ModelShape, training: Training) -> dict[str, Work]:
 def block_works(shape: ModelShape, training: Training) -> tuple[Work, Work]:
     """Return the work of the first block, whose input has no gradient if there are adapters, and of each other one."""
     run = partial(
-        measure, block_of(shape, training.engine == "shardwise"), training.num_tokens * shape.hidden,
+        measure, block_of(shape), training.num_tokens * shape.hidden,
         training.formats.compute.itemsize, checkpointing=training.checkpointing,
     )  # fmt: skip
     habits = _habits(shape, training)
@@ -134,9 +143,11 @@ def _habits(shape: ModelShape, training: Training) -> Habits:
     return Habits(
         writes_directly=training.engine == "shardwise",
         is_fused=training.compile,
-        keeps_every_second=training.engine == "fsdp2",
+        keeps_every_second=shape.code == "titan",
         rank=training.lora.r if training.lora else 0,
         targets=targets_of(shape, training.lora) if training.lora else (),
+        drops_inputs=training.lora is not None and training.lora.dropout > 0,
+        upcasts=training.lora is not None and training.lora.upcast,
         batch=training.micro_batch,
         seq=training.seq,
     )
@@ -152,7 +163,8 @@ def _works(shape: ModelShape, training: Training) -> tuple[tuple[str, Work], ...
     positions, head = leaves.get("wpe"), leaves.get("head") or leaves.get("lm_head")
     block_names = [unit.name for unit in units if unit.path.rpartition(".")[2].isdigit()]
     num_elems = training.num_tokens * shape.hidden
-    first_block, other_block = block_works(shape, training)
+    made = {id(kind): block_works(kind, training) for kind in {id(kind): kind for kind in shape.kinds}.values()}
+    block_work = [made[id(kind)][index > 0] for index, kind in enumerate(shape.kinds)]
     num_rows = shape.vocab + (shape.num_positions if positions is None else 0)
     embedding_work = _embedding(shape, training, num_rows)
     works = {ROOT: _beginning(shape, training, None if embed else embedding_work)}
@@ -161,10 +173,10 @@ def _works(shape: ModelShape, training: Training) -> tuple[tuple[str, Work], ...
     if positions is not None:
         # Positions are the same for all sequences.
         works[positions] = _embedding(shape, replace(training, micro_batch=1), shape.num_positions)
-    for index, name in enumerate(block_names):
-        works |= assign_to_units(other_block if index else first_block, name, units)
+    for name in block_names:
+        works |= assign_to_units(block_work[int(name.rpartition(".")[2])], name, units)
     if not block_names:
-        works[ROOT] = chain([works[ROOT], first_block, *[other_block] * (shape.layers - 1)])
+        works[ROOT] = chain([works[ROOT], *block_work])
     # Blocks may be compiled; the model around them is not.
     run_end = partial(end, shape, training)
     habits = _habits(shape, replace(training, compile=False))
@@ -217,13 +229,8 @@ def assign_to_units(work: Work, block: str, units: Sequence[UnitSpec]) -> dict[s
     return {name: work if name == largest else Work(0, 0, 0, work.output_bytes) for name in num_elems}
 
 
-def block_of(shape: ModelShape, is_ours: bool) -> Block:
-    """Select the code of a block. `is_ours`: for our engine; else the code with which others published measurements."""
-    kind: Callable[[ModelShape, Tape, Tensor], Tensor]
-    if not is_ours:
-        kind = blocks.titan_block if shape.gated else blocks.mpt_block
-    elif shape.code == "in-tree":
-        kind = blocks.in_tree_block
-    else:
-        kind = blocks.gpt_block if shape.num_positions else blocks.llama_block
+def block_of(shape: ModelShape) -> Block:
+    """Select the code of a block."""
+    kinds = {"in-tree": blocks.in_tree_block, "titan": blocks.titan_block, "mpt": blocks.mpt_block}
+    kind = kinds.get(shape.code, blocks.gpt_block if shape.num_positions else blocks.llama_block)
     return partial(kind, shape)

@@ -7,7 +7,6 @@ fused: their intermediate results are recomputed instead of saved.
 """
 
 from dataclasses import replace
-from functools import partial
 
 from ..shapes.shape import ModelShape
 from .tape import Kernel, Tape, Tensor, Weight
@@ -24,9 +23,17 @@ def linear(
     out = _product(tape, x, fan, rank == 0, plain, bias, num_weights)
     if not rank or name not in tape.habits.targets:
         return out
-    narrow = _product(tape, x, (fan[0], rank))
+    habits, itemsize = tape.habits, x.itemsize
+    x = cast(tape, x, 4) if habits.upcasts else x
+    narrow = _product(tape, dropout(tape, x) if habits.drops_inputs else x, (fan[0], rank))
     wide = _product(tape, narrow, (rank, fan[1]))
-    return add(tape, out, wide if tape.habits.is_fused else scale(tape, wide))
+    if not habits.is_fused:  # the number that multiplies counts as saved: a recompute does not stop before this product
+        wide = tape.op([wide], saves=[tape.new(0)])
+    if wide.itemsize == itemsize:
+        return add(tape, out, wide)
+    total = tape.op([wide, out], num_passed=1)
+    del wide, out
+    return cast(tape, total, itemsize)
 
 
 def _product(
@@ -59,8 +66,9 @@ def layer_norm(tape: Tape, x: Tensor, width: int, bias: bool = True) -> Tensor:
     return tape.op([x], saves=[x], weights=[tape.habits.weight(width)] * (1 + bias), kernel=kernel)
 
 
-def llama_norm(tape: Tape, x: Tensor, width: int) -> Tensor:
-    """transformers' RMS norm: in fp32, with one kernel for each operation."""
+def llama_norm(tape: Tape, x: Tensor, width: int, is_wide: bool = False) -> Tensor:
+    """transformers' RMS norm: in fp32, with one kernel for each operation. `is_wide`: so is the product with the weight
+    (Gemma, OLMo 2)."""
     if tape.habits.is_fused:
         return rms_norm(tape, x, width)
     wide = 4 * x.num_elems
@@ -70,11 +78,18 @@ def llama_norm(tape: Tape, x: Tensor, width: int) -> Tensor:
     del squares
     root = tape.op([scale(tape, variance)], kernel=Kernel(saves_result=True))
     states = tape.op([states, root], saves=[states, root], kernel=Kernel(scratch_bytes=wide))
-    narrow = cast(tape, states, x.itemsize)
+    states = states if is_wide else cast(tape, states, x.itemsize)
     weight = tape.habits.weight(width)
-    if not weight.trainable:
-        return tape.op([narrow], weights=[weight])
-    return tape.op([narrow], saves=[narrow], weights=[weight], kernel=Kernel(scratch_bytes=narrow.num_bytes))
+    kernel = Kernel(scratch_bytes=states.num_bytes * weight.trainable)
+    weighted = tape.op([states], saves=[states] if weight.trainable else [], weights=[weight], kernel=kernel)
+    return cast(tape, weighted, x.itemsize)
+
+
+def norm(shape: ModelShape, tape: Tape, x: Tensor, width: int) -> Tensor:
+    """The norm of a model of transformers."""
+    if shape.norm == "layer":
+        return layer_norm(tape, x, width, shape.norm_bias)
+    return llama_norm(tape, x, width, is_wide=shape.norm == "rms-fp32")
 
 
 def cast(tape: Tape, x: Tensor, itemsize: int) -> Tensor:
@@ -130,6 +145,13 @@ def gelu_tanh(tape: Tape, x: Tensor) -> Tensor:
     return multiply(tape, half, part)
 
 
+def relu(tape: Tape, x: Tensor) -> Tensor:
+    return tape.op([x], kernel=Kernel(saves_result=True))
+
+
+_ACTIVATIONS = {"gelu": activation, "gelu_new": gelu_tanh, "relu": relu}
+
+
 def attention_shape(tape: Tape, shape: ModelShape) -> AttentionShape:
     batch, seq = tape.habits.batch, tape.habits.seq
     return AttentionShape(batch, seq, shape.heads, shape.kv_heads, shape.head_dim, tape.itemsize)
@@ -138,6 +160,8 @@ def attention_shape(tape: Tape, shape: ModelShape) -> AttentionShape:
 def attention(tape: Tape, model: ModelShape, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     """Causal attention without a mask."""
     shape = attention_shape(tape, model)
+    if model.attention == "eager":
+        return _eager(tape, model, query, key, value)
     if shape.kernel == "math":
         return _written_out(tape, shape, query, key, value)
     # For the backward: the log-sum-exp of each row in fp32, and the state of a random generator.
@@ -165,6 +189,32 @@ def _written_out(tape: Tape, shape: AttentionShape, query: Tensor, key: Tensor, 
     return mixed
 
 
+def _eager(tape: Tape, model: ModelShape, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """Attention with all scores in memory, as transformers writes it, with caps (Gemma 2) or sinks (gpt-oss)."""
+    shape = attention_shape(tape, model)
+    num_scores = shape.batch * shape.heads * shape.seq * shape.seq
+    key, value = (tape.op([part], query.num_elems) for part in (key, value))
+    kernel = Kernel(attention_flops=shape.flops)
+    copied = tape.op([query], num_passed=1)
+    scores = tape.op([copied, key], num_scores, saves=[copied, key], kernel=kernel)
+    del copied
+    scores = scale(tape, scores)
+    if model.logits_capped:
+        scores = scale(tape, scores)
+        scores = tape.op([scores], kernel=Kernel(saves_result=True))
+        scores = scale(tape, scores)
+    scores = tape.op([scores], num_passed=1)  # the mask is added
+    if model.has_sinks:
+        scores = tape.op([scores])
+        scores = tape.op([scores], num_passed=1)
+        shares = softmax(tape, scores)
+    else:
+        shares = cast(tape, softmax(tape, cast(tape, scores, 4)), tape.itemsize)
+    del scores
+    mixed = tape.op([shares, value], query.num_elems, saves=[shares, value], kernel=replace(kernel, is_kept=True))
+    return tape.op([mixed], num_passed=1)
+
+
 def rotate(tape: Tape, x: Tensor) -> Tensor:
     """Rotary positions of the in-tree transformer: cast to fp32, rotate, cast back."""
     if tape.habits.is_fused:
@@ -182,10 +232,14 @@ def rotate(tape: Tape, x: Tensor) -> Tensor:
     return cast(tape, turned, x.itemsize)
 
 
-def llama_rotate(tape: Tape, x: Tensor) -> Tensor:
+def llama_rotate(tape: Tape, x: Tensor, shape: ModelShape) -> Tensor:
     """transformers' rotary positions, in the compute dtype: x * cos + rotate_half(x) * sin."""
     if tape.habits.is_fused:
         return scale(tape, x)
+    if shape.rotary_dim:
+        num_rotated = x.num_elems * shape.rotary_dim // shape.head_dim
+        rotated, rest = tape.view(x, num_rotated), tape.view(x, x.num_elems - num_rotated)
+        return tape.cat((llama_rotate(tape, rotated, replace(shape, rotary_dim=0)), rest))
     scaled = scale(tape, x)
     first, second = (tape.view(x, x.num_elems // 2) for _ in range(2))
     return add(tape, scaled, scale(tape, tape.cat((scale(tape, second), first))))
@@ -219,37 +273,108 @@ def gated_ffn(shape: ModelShape, t: Tape, x: Tensor, names: tuple[str, str, str]
 
 def llama_block(shape: ModelShape, t: Tape, x: Tensor) -> Tensor:
     """transformers' block: variables hold the residuals. With four norms (Gemma), one follows attention, one ffn."""
-    norm = partial(layer_norm, bias=shape.norm_bias) if shape.norm == "layer" else llama_norm
+    if shape.residual == "parallel":
+        normed = norm(shape, t, x, shape.hidden)
+        again = normed if shape.num_norms == 1 else norm(shape, t, x, shape.hidden)
+        mixed = _llama_attention(shape, t, normed)
+        del normed
+        return add(t, add(t, _llama_ffn(shape, t, again), mixed), x)
     for part in (_llama_attention, _llama_ffn):
         residual = x
-        x = norm(t, x, shape.hidden)
+        if shape.residual == "pre":
+            x = norm(shape, t, x, shape.hidden)
         x = part(shape, t, x)
-        if shape.num_norms > 2:
-            x = norm(t, x, shape.hidden)
+        if shape.num_norms > 2 or shape.residual == "post":
+            x = norm(shape, t, x, shape.hidden)
         x = add(t, residual, x)
     return x
 
 
+def _latent_attention(shape: ModelShape, t: Tape, x: Tensor) -> Tensor:
+    """DeepSeek's: keys and values are made of a narrow latent vector, and one rotated key serves all heads."""
+    heads, rope, plain = shape.heads, shape.rope_dim, shape.head_dim - shape.rope_dim
+    num_tokens = x.num_elems // shape.hidden
+    if shape.q_rank:
+        latent = norm(shape, t, linear(t, x, (shape.hidden, shape.q_rank), "q_a_proj"), shape.q_rank)
+        query = linear(t, latent, (shape.q_rank, shape.query_width), "q_b_proj")
+    else:
+        query = linear(t, x, (shape.hidden, shape.query_width), "q_proj")
+    passed, turned = t.split(query, (plain, rope))
+    compressed = linear(t, x, (shape.hidden, shape.kv_rank + rope), "kv_a_proj_with_mqa")
+    latent, shared = t.split(compressed, (shape.kv_rank, rope))
+    latent = norm(shape, t, latent, shape.kv_rank)
+    turned, shared = llama_rotate(t, turned, shape), llama_rotate(t, shared, shape)
+    query = t.cat((passed, turned))
+    both = linear(t, latent, (shape.kv_rank, heads * (plain + shape.value_dim)), "kv_b_proj")
+    part, value = t.split(both, (plain, shape.value_dim))
+    key = t.op([part, shared], num_tokens * shape.query_width)
+    padded = t.op([value], key.num_elems)  # the kernel needs values as wide as keys
+    mixed = attention(t, replace(shape, kv_heads=heads), query, key, padded)
+    mixed = t.view(mixed, num_tokens * heads * shape.value_dim)
+    return linear(t, t.op([mixed], num_passed=1), (heads * shape.value_dim, shape.hidden), "o_proj")
+
+
+def _delta_net(shape: ModelShape, t: Tape, x: Tensor) -> Tensor:
+    """Qwen3-Next's linear attention: one kernel for the convolution, one for the rule, which save their inputs."""
+    keys, values = (heads * shape.linear_dim for heads in shape.linear_heads)
+    tokens = x.num_elems // shape.hidden
+    both = linear(t, x, (shape.hidden, 2 * keys + 2 * values), "in_proj_qkvz")
+    rates = linear(t, x, (shape.hidden, 2 * shape.linear_heads[1]), "in_proj_ba")
+    mixed, gate = t.split(both, (2 * keys + values, values))
+    mixed = t.op([mixed])  # concatenated again
+    mixed = t.op([mixed], saves=[mixed], weights=[t.habits.weight(4 * (2 * keys + values))])
+    query, key, value = t.split(mixed, (keys, keys, values))
+    query, key = (t.op([part], tokens * values) for part in (query, key))
+    result = t.op([query, key, value, rates], tokens * values, saves=[query, key, value, rates])
+    del both, mixed, query, key, value
+    result = multiply(t, norm(shape, t, result, shape.linear_dim), cast(t, activation(t, cast(t, gate, 4)), t.itemsize))
+    return linear(t, result, (values, shape.hidden), "out_proj")
+
+
 def _llama_attention(shape: ModelShape, t: Tape, x: Tensor) -> Tensor:
-    bias = shape.qkv_bias
-    query = linear(t, x, (shape.hidden, shape.query_width), "q_proj", bias)
-    if shape.qk_norm:
-        query = llama_norm(t, query, shape.head_dim)
-    key = linear(t, x, (shape.hidden, shape.kv_width), "k_proj", bias)
-    if shape.qk_norm:
-        key = llama_norm(t, key, shape.head_dim)
-    value = linear(t, x, (shape.hidden, shape.kv_width), "v_proj", bias)
-    query, key = llama_rotate(t, query), llama_rotate(t, key)
+    if shape.linear_heads[0] or shape.kv_rank:
+        return (_delta_net if shape.linear_heads[0] else _latent_attention)(shape, t, x)
+    bias, widths = shape.qkv_bias, (shape.query_width, shape.kv_width, shape.kv_width)
+    norms = [shape.head_dim if shape.qk_norm else width if shape.qk_norm_whole else 0 for width in widths]
+    if shape.fused_qkv:
+        fused, num_tokens = linear(t, x, (shape.hidden, sum(widths)), "qkv_proj", bias), x.num_elems // shape.hidden
+        query, key, value = (t.view(fused, num_tokens * width) for width in widths)
+    else:
+        query = linear(t, x, (shape.hidden, widths[0] * (1 + shape.gated_attention)), "q_proj", bias)
+        if shape.gated_attention:
+            query, gate = t.split(query, (1, 1))
+            gate = t.op([gate], num_passed=1)
+        query = norm(shape, t, query, norms[0]) if norms[0] else query
+        key = linear(t, x, (shape.hidden, widths[1]), "k_proj", bias)
+        key = norm(shape, t, key, norms[1]) if norms[1] else key
+        value = linear(t, x, (shape.hidden, widths[2]), "v_proj", bias)
+    query, key = llama_rotate(t, query, shape), llama_rotate(t, key, shape)
     mixed = attention(t, shape, query, key, value)
+    if shape.rotary_dim and shape.attention == "flash":  # `cat` stored the queries head by head, and the result is, too
+        mixed = t.op([mixed], num_passed=1)
+    if shape.gated_attention:
+        mixed = multiply(t, mixed, t.op([gate], kernel=Kernel(saves_result=True)))
     return linear(t, mixed, (shape.query_width, shape.hidden), "o_proj", shape.bias)
 
 
 def _llama_ffn(shape: ModelShape, t: Tape, x: Tensor) -> Tensor:
+    if shape.num_experts > 1 and shape.shared_ffn:
+        shared = gated_ffn(replace(shape, ffn=shape.shared_ffn), t, x, ("gate_proj", "up_proj", "down_proj"))
+        if shape.shared_gate:
+            gate = t.op([linear(t, x, (shape.hidden, 1), "shared_expert_gate")], kernel=Kernel(saves_result=True))
+            shared = t.op([shared, gate], saves=[shared, gate], kernel=Kernel(scratch_bytes=shared.num_bytes))
+        return add(t, _experts(shape, t, x), shared)
     if shape.num_experts > 1:
         return _experts(shape, t, x)
+    if shape.fused_gate_up:
+        gate, up = t.split(linear(t, x, (shape.hidden, 2 * shape.ffn), "gate_up_proj", shape.bias), (1, 1))
+        mixed = gated(t, gate, up) if t.habits.is_fused else multiply(t, up, activation(t, gate))
+        del gate, up
+        return linear(t, mixed, (shape.ffn, shape.hidden), "down_proj", shape.bias)
     if shape.gated:
         return gated_ffn(shape, t, x, ("gate_proj", "up_proj", "down_proj"))
-    mixed = activation(t, linear(t, x, (shape.hidden, shape.ffn), "up_proj", shape.bias))
+    act = _ACTIVATIONS.get(shape.activation, activation)
+    mixed = act(t, linear(t, x, (shape.hidden, shape.ffn), "up_proj", shape.bias))
     return linear(t, mixed, (shape.ffn, shape.hidden), "down_proj", shape.bias)
 
 
@@ -259,13 +384,23 @@ def _experts(shape: ModelShape, t: Tape, x: Tensor) -> Tensor:
     The tokens of an expert depend on the data; here each gets the same number. Autograd allocates weight gradients.
     """
     num_tokens, ffn = x.num_elems // shape.hidden, shape.ffn_of_expert
-    num_sent = num_tokens * shape.num_active_experts
-    scores = softmax(t, cast(t, linear(t, x, (shape.hidden, shape.num_experts), "gate"), 4))
+    num_sent = num_tokens * (shape.num_experts if shape.sends_all else shape.num_active_experts)
+    wide = cast(t, x, 4) if shape.wide_router else x
+    scores = softmax(t, cast(t, linear(t, wide, (shape.hidden, shape.num_experts), "gate"), 4))
+    del wide
     chosen = cast(t, t.view(scores, num_sent), t.itemsize)
     sent = t.op([x], num_sent * shape.hidden)
     weights = shape.num_experts
     both = linear(t, sent, (shape.hidden, 2 * ffn if shape.gated else ffn), "experts", plain=False, num_weights=weights)
-    if shape.gated:
+    if shape.has_sinks:  # gpt-oss: a bias for each row, clamped halves, and a written-out activation
+        both = add(t, both, t.new(both.num_elems))
+        gate, up = (t.op([t.view(both, both.num_elems // 2)], saves=[both]) for _ in range(2))
+        share = t.op([scale(t, gate)], kernel=Kernel(saves_result=True))
+        mixed = multiply(t, gate, share)
+        del share, gate
+        mixed = multiply(t, scale(t, up), mixed)
+        del up
+    elif shape.gated:
         gate, up = t.split(both, (1, 1))
         mixed = gated(t, gate, up) if t.habits.is_fused else multiply(t, activation(t, gate), up)
         del gate, up
@@ -300,7 +435,7 @@ def _gpt_attention(shape: ModelShape, t: Tape, x: Tensor) -> Tensor:
 
 def _gpt_ffn(shape: ModelShape, t: Tape, x: Tensor) -> Tensor:
     x = linear(t, x, (shape.hidden, shape.ffn), "c_fc", shape.bias, plain=False)
-    x = gelu_tanh(t, x)
+    x = _ACTIVATIONS.get(shape.activation, gelu_tanh)(t, x)
     x = linear(t, x, (shape.ffn, shape.hidden), "c_proj", shape.bias, plain=False)
     return dropout(t, x)
 
@@ -311,6 +446,8 @@ def titan_block(shape: ModelShape, t: Tape, x: Tensor) -> Tensor:
     normed = llama_norm(t, x, shape.hidden)
     query, key, value = (linear(t, normed, fan) for fan in (width, kv_width, kv_width))
     del normed
+    if shape.qk_norm:  # its Qwen3
+        query, key = rms_norm(t, query, shape.head_dim), rms_norm(t, key, shape.head_dim)
     query, key = _complex_rotated(t, query), _complex_rotated(t, key)
     if shape.heads != shape.kv_heads:
         key, value = (t.op([part], query.num_elems) for part in (key, value))

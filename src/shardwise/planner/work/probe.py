@@ -62,8 +62,10 @@ class StandIns(TorchFunctionMode):
             return _RmsNorm.apply(args[0], weight)  # type: ignore[no-untyped-call]
         if func is F.linear and torch.is_grad_enabled() and args[1] in self._direct:
             return _Linear.apply(*args, *(kwargs.get("bias"),) * (len(args) < 3))  # type: ignore[no-untyped-call]
-        if func is F.dropout and kwargs.get("training", True):
-            return torch.native_dropout(args[0], args[1] if len(args) > 1 else kwargs.get("p", 0.5), True)[0]
+        if func is F.dropout:
+            p, training = (*args[1:], kwargs.get("p", 0.5), True)[:2] if len(args) < 3 else args[1:3]
+            if p and kwargs.get("training", training):
+                return torch.native_dropout(args[0], p, True)[0]
         if func is torch._grouped_mm and args[0].dtype != torch.bfloat16:
             return _GroupedProduct.apply(*args[:2], kwargs.get("offs"))  # type: ignore[no-untyped-call]
         if func is Tensor.__bool__ and args[0].is_meta:

@@ -75,14 +75,17 @@ class Habits:
     """How a model is run. `writes_directly`: plain linear layers write their gradients into buffers of the engine.
     `is_late`: they do so after the unit's backward, and hold what these are computed from until then.
     `is_fused`: the code is compiled; then it fuses elementwise chains, and writes no gradients directly. `rank`: of the
-    LoRA adapters on `targets`, which alone are trained; 0: no adapters, all weights are trained. `keeps_every_second`:
-    selective checkpointing saves every second product, as in torchtitan, instead of those that our rule selects."""
+    LoRA adapters on `targets`, which alone are trained; 0: no adapters, all weights are trained. `drops_inputs`: of
+    adapters, by a dropout; `upcasts`: they compute in fp32. `keeps_every_second`: selective checkpointing saves every
+    second product, as in torchtitan, instead of those that our rule selects."""
 
     writes_directly: bool = True
     is_late: bool = False
     is_fused: bool = False
     rank: int = 0
     targets: tuple[str, ...] = ()
+    drops_inputs: bool = False
+    upcasts: bool = False
     keeps_every_second: bool = False
     batch: int = 1
     seq: int = 1
