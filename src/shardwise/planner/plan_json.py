@@ -16,6 +16,7 @@ from ..version import VERSION
 from .assess import Assessment, Machine
 from .cost.peak import CLASSES, Instant
 from .cost.step_time import Span
+from .engines import OURS, TITLES
 from .planning import Plan
 from .search import strategy_of
 from .states import States, StatesRow
@@ -53,7 +54,20 @@ def plan_as_json(plan: Plan | States, num_tokens: float | None = None) -> Json:
         "strategies": rows,
         "recommended": None if best is None else best.name,
         "why": plan.why,
-        "explain": explain(best) if isinstance(best, Assessment) else [],
+        "explain": explain(best) if isinstance(best, Assessment) and plan.training.engine == OURS else [],
+        "engine": TITLES.get(plan.training.engine, ""),
+        "ours": _ours(plan.ours) if isinstance(plan, Plan) and plan.ours else None,
+    }
+
+
+def _ours(entry: Assessment) -> Json:
+    """The strategy of another engine under ours."""
+    return {
+        "name": entry.name,
+        "fits": entry.fits,
+        "needed_bytes": entry.needed_bytes,
+        "step_seconds": entry.step_s,
+        "tokens_per_second_per_gpu": entry.tokens_per_s,
     }
 
 

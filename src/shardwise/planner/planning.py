@@ -9,6 +9,7 @@ from ..base.dtypes import BF16
 from ..base.errors import ConfigurationError, did_you_mean
 from ..core.layout import MOST_SPLIT, PRESETS, Layout, Strategy
 from .assess import Assessment, Assessor, Machine, Subject
+from .engines import OURS, compared, under_ours
 from .hardware.cluster import Cluster, make_cluster
 from .hardware.gpus import REAL, efficiency_of
 from .search import (
@@ -36,7 +37,8 @@ MOST_SEQUENCES = 64  # maximum number of sequences per micro-batch in the search
 
 @dataclass(frozen=True, repr=False)
 class Plan:
-    """All assessed strategies (`found`, presets first). `recommended`: None if no exact or requested one fits."""
+    """All assessed strategies (`found`, presets first). `recommended`: None if no exact or requested one fits. `ours`:
+    if another engine is planned, the same strategy and training under ours; if none fits, of that which needs least."""
 
     subject: Subject
     machine: Machine
@@ -46,6 +48,7 @@ class Plan:
     why: str
     assess: Assessor = field(repr=False)
     choice: Choice = field(repr=False)
+    ours: Assessment | None = None
 
     @property
     def facts(self) -> Mapping[str, object]:
@@ -166,8 +169,11 @@ def plan_for(
         why = f"the fastest that fits with {', '.join(moves)}, {best.step_s:.3g} s a step"
     else:
         why = _why(assess, entries, best)
-    why = "; ".join(filter(None, [why, str(assess.subject.facts.get("note", ""))]))
-    return Plan(assess.subject, assess.machine, training, tuple(entries), best, why, assess, choice)
+    shown = best or min(entries, key=lambda entry: entry.needed_bytes)
+    ours = None if training.engine == OURS else under_ours(assess, shown)
+    comparison = "" if ours is None else compared(shown, ours)
+    why = "; ".join(filter(None, [why, comparison, str(assess.subject.facts.get("note", ""))]))
+    return Plan(assess.subject, assess.machine, training, tuple(entries), best, why, assess, choice, ours)
 
 
 def machine_of(cluster: str | Cluster | Machine) -> Machine:

@@ -12,7 +12,7 @@ from .hardware.cluster import bytes_of
 Optimizer = Literal["adamw", "adamw8bit", "sgd"]
 Checkpointing = Literal["none", "selective", "full"]
 Loss = Literal["chunked", "plain", "fused"]
-EngineName = Literal["shardwise", "fsdp2"]
+EngineName = Literal["shardwise", "fsdp1", "fsdp2", "deepspeed"]
 LossChunk = Literal["small", "large"]
 
 USUAL_SEQ = 2048
@@ -53,8 +53,8 @@ class Lora:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Training:
     """Settings of one training step. Sizes are per rank. `loss`: "chunked" is the trainer's own, "plain" is the usual
-    cross-entropy on full logits, "fused" is Liger's. `loss_chunk`: of the chunked loss. `engine`: the engine whose
-    memory is predicted; "fsdp2" is there only for comparisons with published measurements."""
+    cross-entropy on full logits, "fused" is Liger's. `loss_chunk`: of the chunked loss. `engine`: the engine that is
+    planned; others than ours are there to compare with."""
 
     seq: int = USUAL_SEQ
     micro_batch: int = 1
@@ -95,7 +95,14 @@ class Training:
 
     @property
     def formats(self) -> Precision:
+        if self.engine == "deepspeed" and self.reduce is None:
+            # DeepSpeed's `communication_data_type` is that of the weights, unless it is given.
+            return precision_of(self.precision, precision_of(self.precision, None).compute)
         return precision_of(self.precision, self.reduce)
+
+    @property
+    def is_fsdp(self) -> bool:
+        return self.engine in ("fsdp1", "fsdp2")
 
     @property
     def num_tokens(self) -> int:

@@ -132,7 +132,7 @@ def block_works(shape: ModelShape, training: Training) -> tuple[Work, Work]:
 
 def _habits(shape: ModelShape, training: Training) -> Habits:
     return Habits(
-        writes_directly=training.engine == "shardwise",
+        writes_directly=not training.is_fsdp,
         is_fused=training.compile,
         keeps_every_second=training.engine == "fsdp2",
         rank=training.lora.r if training.lora else 0,
