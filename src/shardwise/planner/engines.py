@@ -13,13 +13,13 @@ from .cost.deepspeed import Zero, deepspeed_events, deepspeed_memory_of, deepspe
 from .cost.fsdp import fsdp_memory_of, fsdp_seconds
 from .cost.peak import Memory
 from .events import Event
-from .training import Training
+from .training import EngineName, Training
 from .work.work import Work
 
 if TYPE_CHECKING:
     from .assess import Assessment, Assessor
 
-OURS = "shardwise"
+OURS: EngineName = "shardwise"
 TITLES = {"fsdp1": "FSDP1", "fsdp2": "FSDP2", "deepspeed": "DeepSpeed"}
 
 

@@ -1,17 +1,18 @@
 """Memory of a rank under DeepSpeed's ZeRO at every instant of a step, and its step as our events, to compare with ours.
 
-Read from DeepSpeed 0.19.8 (`runtime/zero/{stage_1_and_2,stage3,partitioned_param_coordinator}.py`, and `runtime/fp16/
-unfused_optimizer.py` for stage 0). All weights have a copy in the compute dtype, and trained ones a master besides, also
-in fp32. A gradient is copied into a bucket as soon as autograd has made it. A full bucket is reduced: in stage 3 by a
-reduce-scatter, in stages 1 and 2 by an all-reduce, although a rank needs only its own part (`use_multi_rank_bucket_
-allreduce`). Sums are in the compute dtype, and cast to the master's for the update. In stages 1 and 2 a blocking
-all-gather follows the update. Stage 3 gathers parameters ahead until `max_live` are there, and keeps those that it will
-need soon; so the last ones of the forward are still there in the backward.
+Read from DeepSpeed 0.19.8 (`stage_1_and_2.py`, `stage3.py` and `partitioned_param_coordinator.py` in `runtime/zero`,
+and for stage 0 `runtime/fp16/unfused_optimizer.py`). All weights have a copy in the compute dtype, and trained ones a
+master besides, in stages 1 to 3 also in fp32. A gradient is copied into a bucket as soon as autograd has made it. A
+full bucket is reduced: in stage 3 by a reduce-scatter, in stages 1 and 2 by an all-reduce, although a rank needs only
+its own part (`use_multi_rank_bucket_allreduce`). Sums are in the compute dtype, and cast to the master's for the
+update. In stages 1 and 2 a blocking all-gather follows the update. Stage 3 gathers parameters ahead until `max_live`
+are there, and keeps those that it will need soon; so the last ones of the forward are still there in the backward.
 """
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 from ...core.layout import Layout
 from ...core.schedule.state_bytes import OffDevice
@@ -181,7 +182,7 @@ class _Step(MemoryWalk):
         if stage and (is_last or not waits):
             self._reduce("at the end", 0)
         self.filled = 0
-        if stage == 1 and is_last or (stage == 2 and not is_first):
+        if (stage == 1 and is_last) or (stage == 2 and not is_first):
             # The first stage drops whole gradients; the second adds its part to that of earlier micro-batches.
             self.held[GRADS] = 0 if self.on_host else self.compute * self.shard
         self.held[REDUCE] -= buckets
@@ -253,8 +254,8 @@ def _in_buckets(
     """Move the reductions of a bucket to its last unit; in the first stages they are all-reduces."""
     elems = {u.name: sum(p.num_elems for f in u.flats if f.trainable for p in f.params) for u in schedule.units}
     overlaps, wider = zero.overlaps_in(stage), training.formats.master.itemsize / training.formats.reduce.itemsize
-    ends = {at for at, (event, after) in enumerate(zip(events, events[1:], strict=False))
-            if event.verb == "reduce" and after.verb in ("forward", "agree")}  # fmt: skip
+    others = [at for at, event in enumerate(events) if event.verb != "gather"]
+    ends = {at for at, after in pairwise(others) if events[after].verb in ("forward", "agree")}
     calls: list[Call] = []
     filled = 0
     for at, event in enumerate(events):

@@ -26,18 +26,28 @@ def storage_of(tensor: Tensor) -> torch.UntypedStorage | None:
 
 
 class StorageTracker(TorchDispatchMode):
-    """Use as a context; `peak` is the most bytes that were alive at one operation, `now()` those that are alive."""
+    """Use as a context; `peak` is the most bytes that were alive at one operation, at first those that were there."""
 
     def __init__(self) -> None:
         super().__init__()
         self.peak = 0
         self._alive: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 
-    def __enter__(self) -> "StorageTracker":
+    @classmethod
+    def count(cls) -> int:
+        """Bytes of the tensors that are alive now."""
+        tracker = cls()
+        tracker._find()
+        return tracker.now()
+
+    def _find(self) -> None:
         gc.collect()
         for thing in gc.get_objects():
             if issubclass(type(thing), Tensor):
                 self._add(thing)
+
+    def __enter__(self) -> "StorageTracker":
+        self._find()
         self.peak = self.now()
         super().__enter__()
         return self
