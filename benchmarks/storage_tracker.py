@@ -6,12 +6,13 @@ operation, because FSDP1 empties storages without freeing them. Memory of kernel
 
 import gc
 import weakref
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 
@@ -23,6 +24,16 @@ def storage_of(tensor: Tensor) -> torch.UntypedStorage | None:
         return tensor.untyped_storage()
     except (NotImplementedError, RuntimeError):
         return None
+
+
+def without_modes(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The same function, whose tensors no tracker sees."""
+
+    def hidden(*args: Any, **kwargs: Any) -> Any:
+        with _disable_current_modes():
+            return function(*args, **kwargs)
+
+    return hidden
 
 
 class StorageTracker(TorchDispatchMode):

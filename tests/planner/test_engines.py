@@ -1,13 +1,17 @@
 """Other engines as they are planned: their strategies, memory, traffic and steps, and the comparison with ours."""
 
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 
 from shardwise.base.errors import ConfigurationError
 from shardwise.core.layout import ENGINE_HAS
+from shardwise.planner import assess
 from shardwise.planner.cost.deepspeed import Zero, deepspeed_memory_of
 from shardwise.planner.cost.peak import CLASSES, GATHERED, GRADS, OPTIMIZER, PARAMS, REDUCE
+from shardwise.planner.hardware.cluster import make_cluster
 from shardwise.planner.plan_json import plan_as_json
 from shardwise.planner.planning import Plan, plan
 from tests.planner.planning import GB, SHAPE, assessed, machine
@@ -96,7 +100,7 @@ def test_stage_3_gathers_no_more_than_is_allowed_at_once() -> None:
 
 @pytest.mark.parametrize(
     ("strategy", "multiple"),
-    # Times the parameters, in 16 bits: all-reduces in stages 1 and 2, and parameters that stage 3 does not gather twice.
+    # Times the parameters, in 16 bits. Stages 1 and 2 have all-reduces, and stage 3 gathers nothing twice.
     [("ddp", 2), ("zero1", 3), ("zero2", 3), ("zero3", 2)],
 )
 def test_deepspeeds_traffic(strategy: str, multiple: float) -> None:
@@ -165,3 +169,18 @@ def test_ours_is_not_compared_with_itself() -> None:
     found = planned("shardwise", seq=512)
     assert found.ours is None
     assert plan_as_json(found)["ours"] is None
+
+
+def test_deepspeeds_offload_on_one_h200(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As measured (benchmarks/results/2026-11-18-2240-offload-h200.md): 13.2 GB, 77.2 on the host with the process
+    itself, 2.03 to 2.40 s, with `overlap_comm` and a host that updates 4e9 parameters a second."""
+    monkeypatch.setattr(assess, "Zero", partial(Zero, overlaps=True))
+    shape = replace(SHAPE, layers=20, hidden=4096, heads=32, kv_heads=32, ffn=11008, vocab=1024)
+    on = replace(make_cluster("1xH200"), host_adam_elems_per_s=4e9)
+    found = plan(shape, on, engine="deepspeed", strategy="zero2_offload", seq=8192, checkpointing="full")
+    assert isinstance(found, Plan)
+    entry = found.found[0]
+    memory = deepspeed_memory_of(entry.schedule, entry.works, entry.training, Zero(overlaps=True))
+    assert memory.peak.total == pytest.approx(13.2 * GB, rel=0.05)
+    assert 0.9 * 77.2 * GB < memory.host_bytes < 77.2 * GB
+    assert 2.03 < entry.step_s < 2.40

@@ -1,8 +1,8 @@
 """What the planner says of other engines, and what they need: FSDP1, FSDP2 and DeepSpeed on two ranks.
 
 State at rest is exact but for padding. The peak before the optimizer's step is within 2 %: a bucket is full in the
-middle of a unit, where fewer activations and gradients are left than the plan assumes. The peak of the step with buckets
-that are small is that of the update, and exact.
+middle of a unit, where fewer activations and gradients are left than the plan assumes. With small buckets, the peak of
+DeepSpeed's step is that of the update, and exact.
 """
 
 from dataclasses import replace
@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.planner_engines import SMALL, case_of, peaks, planned_memory, tracked
+from benchmarks.planner_engines import SMALL, WIDE_ENDS, case_of, peaks, planned_memory, tracked
 from shardwise.bench.case import Case
 from shardwise.planner.cost.peak import GRADS, OPTIMIZER, PARAMS, REDUCE, Memory
 from tests.harness import Pool
@@ -42,7 +42,7 @@ def small(contender: str, **settings: Any) -> Case:
 @pytest.mark.parametrize("settings", [{}, {"reduce": "fp32"}, {"precision": "fp32", "reduce": "fp32"}], ids=str)
 @pytest.mark.parametrize("contender", ["fsdp1", "fsdp2"])
 def test_fsdp(run_ranks: Pool, contender: str, settings: dict[str, Any]) -> None:
-    case = small(contender, **settings)
+    case = case_of(contender, "cpu", WIDE_ENDS, "", **settings)
     memory = planned_memory(case)
     # FSDP1 forgets gradients in the next forward, although `zero_grad` was called.
     rest = memory.instants[-1].num_bytes[GRADS] if contender == "fsdp1" else 0

@@ -16,10 +16,10 @@ from ..version import VERSION
 from .assess import Assessment, Machine
 from .cost.peak import CLASSES, Instant
 from .cost.step_time import Span
-from .engines import OURS, TITLES
 from .planning import Plan
 from .search import strategy_of
 from .states import States, StatesRow
+from .training import OURS, TITLES
 
 Json = dict[str, Any]
 

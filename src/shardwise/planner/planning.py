@@ -9,7 +9,6 @@ from ..base.dtypes import BF16
 from ..base.errors import ConfigurationError, did_you_mean
 from ..core.layout import MOST_SPLIT, PRESETS, Layout, Strategy
 from .assess import Assessment, Assessor, Machine, Subject
-from .engines import OURS, compared, under_ours
 from .hardware.cluster import Cluster, make_cluster
 from .hardware.gpus import REAL, efficiency_of
 from .search import (
@@ -29,7 +28,7 @@ from .shapes.names import is_file
 from .shapes.shape import ModelShape, StatesOnly
 from .states import States, states_of
 from .subject import Built, Planned, model_of, subject_for
-from .training import USUAL_SEQ, Checkpointing, Lora, Training
+from .training import OURS, USUAL_SEQ, Checkpointing, Lora, Training
 
 OPEN = "auto"  # the plan chooses the checkpointing
 MOST_SEQUENCES = 64  # maximum number of sequences per micro-batch in the search
@@ -170,8 +169,14 @@ def plan_for(
     else:
         why = _why(assess, entries, best)
     shown = best or min(entries, key=lambda entry: entry.needed_bytes)
-    ours = None if training.engine == OURS else under_ours(assess, shown)
-    comparison = "" if ours is None else compared(shown, ours)
+    ours, comparison = None, ""
+    if training.engine != OURS:
+        # With sums in the same dtype.
+        same = replace(shown.training, engine=OURS, precision=shown.training.formats, reduce=None)
+        ours = assess(shown.name, shown.layouts, same)
+        comparison = f"the same under {OURS}: {ours.needed_bytes / 1e9:,.1f} GB"
+        times = f" and {ours.tokens_per_s / shown.tokens_per_s:.2f}x the speed"
+        comparison += times if ours.fits else ", which does not fit"
     why = "; ".join(filter(None, [why, comparison, str(assess.subject.facts.get("note", ""))]))
     return Plan(assess.subject, assess.machine, training, tuple(entries), best, why, assess, choice, ours)
 

@@ -13,6 +13,9 @@ Optimizer = Literal["adamw", "adamw8bit", "sgd"]
 Checkpointing = Literal["none", "selective", "full"]
 Loss = Literal["chunked", "plain", "fused"]
 EngineName = Literal["shardwise", "fsdp1", "fsdp2", "deepspeed"]
+# Titles of engines other than ours.
+TITLES = {"fsdp1": "FSDP1", "fsdp2": "FSDP2", "deepspeed": "DeepSpeed"}
+OURS: EngineName = "shardwise"
 LossChunk = Literal["small", "large"]
 
 USUAL_SEQ = 2048

@@ -21,7 +21,7 @@ from ...core.wire.ledger import Call
 from ..events import Event
 from ..training import Training
 from ..work.work import Work
-from .compute import Speed, UnitSeconds
+from .compute import Copies
 from .peak import ACTIVATIONS, GATHERED, GRADS, LOSS, OPTIMIZER, PARAMS, REDUCE, WORKSPACE_BYTES, Memory, MemoryWalk
 
 # Stage 0 reduces gradients in pieces of this many elements (`MEMORY_OPT_ALLREDUCE_SIZE` in `runtime/engine.py`).
@@ -223,21 +223,18 @@ def layout_in(schedule: Schedule) -> Layout:
 def deepspeed_events(events: Sequence[Event], schedule: Schedule, training: Training, zero: Zero) -> list[Event]:
     """Return our events of a step as DeepSpeed executes them."""
     layout = layout_in(schedule)
-    stage, on_host = stage_of(layout), layout.optimizer_on != "device"
-    found = list(_in_buckets(events, schedule, stage, training, zero))
-    if stage == 3:
-        keeps = _kept_units(schedule, zero)
-        found = list(_without_gathers(found, keeps))
-        gathers: list[Event] = []
+    found = list(_in_buckets(events, schedule, training, zero))
+    gathers: list[Event] = []
+    if stage_of(layout) == 3:
+        found = list(_gathered_once(found, schedule, zero))[::-1]
     else:
         gathers = [event for event in found if event.verb == "gather"]
         found = [event for event in found if event.verb != "gather"]
-    if gathers or on_host:
+    if gathers or layout.optimizer_on != "device":
         # This follows the update of all weights, and everything waits for it.
-        updated = [at for at in schedule.order if any(flat.trainable for flat in schedule.units[at].flats)]
         moves = tuple(move for event in gathers for move in event.moves)
         calls = _merged(call for event in gathers for call in event.calls)
-        found.insert(0, Event("gather", schedule.units[updated[-1]].name, calls, moves, blocks=True))
+        found.insert(0, Event("gather", schedule.units[schedule.reduce_order[0]].name, calls, moves, blocks=True))
     return found
 
 
@@ -248,12 +245,11 @@ def _merged(calls: Iterable[Call]) -> tuple[Call, ...]:
     return tuple(replace(call, num_bytes=num_bytes) for call, num_bytes in sizes.items())
 
 
-def _in_buckets(
-    events: Sequence[Event], schedule: Schedule, stage: int, training: Training, zero: Zero
-) -> Iterator[Event]:
+def _in_buckets(events: Sequence[Event], schedule: Schedule, training: Training, zero: Zero) -> Iterator[Event]:
     """Move the reductions of a bucket to its last unit; in the first stages they are all-reduces."""
-    elems = {u.name: sum(p.num_elems for f in u.flats if f.trainable for p in f.params) for u in schedule.units}
-    overlaps, wider = zero.overlaps_in(stage), training.formats.master.itemsize / training.formats.reduce.itemsize
+    stage, formats = stage_of(layout_in(schedule)), training.formats
+    elems = {unit.name: unit.trained_bytes // formats.compute.itemsize for unit in schedule.units}
+    overlaps, wider = zero.overlaps_in(stage), formats.master.itemsize / formats.reduce.itemsize
     others = [at for at, event in enumerate(events) if event.verb != "gather"]
     ends = {at for at, after in pairwise(others) if events[after].verb in ("forward", "agree")}
     calls: list[Call] = []
@@ -266,57 +262,27 @@ def _in_buckets(
             moves = tuple(replace(move, num_bytes=round(move.num_bytes * wider)) for move in event.moves)
             yield replace(event, calls=_merged(calls) if is_full else (), moves=moves, blocks=not overlaps)
             calls, filled = ([], 0) if is_full else (calls, filled)
-        elif event.host_elems:
-            yield replace(event, host_elems=round(event.host_elems * HOST_PASSES))
         else:
-            yield event
+            yield replace(event, host_elems=round(event.host_elems * HOST_PASSES)) if event.host_elems else event
 
 
-def _kept_units(schedule: Schedule, zero: Zero) -> set[str]:
-    """The last units of the forward, which fit into `max_live` and are there when their backward begins."""
-    room, found = zero.max_live, set()
+def _gathered_once(events: Sequence[Event], schedule: Schedule, zero: Zero) -> Iterator[Event]:
+    """Yield the events from the last to the first, without gathers for the backward of what the forward has left."""
+    room, kept, following = zero.max_live, set(), ""
     for unit in (schedule.units[at] for at in reversed(schedule.leaves)):
         room -= sum(flat.num_elems for flat in unit.flats)
-        if room < 0:
-            break
-        found.add(unit.name)
-    return found
-
-
-def _without_gathers(events: Sequence[Event], keeps: set[str]) -> Iterator[Event]:
-    """Leave out the gathers of `keeps` for a backward."""
-    last = max((at for at, event in enumerate(events) if event.verb == "forward"), default=0)
-    in_backward = False
-    for at, event in enumerate(events):
-        if event.verb == "forward":
-            following = next((e.verb for e in events[at + 1 :] if e.verb in ("forward", "backward")), "")
-            in_backward = at == last or following == "backward"
-        if not (event.verb == "gather" and in_backward and event.unit in keeps):
+        kept |= {unit.name} if room >= 0 else set()
+    for event in reversed(events):
+        following = following if event.verb == "gather" else event.verb
+        if not (event.verb == "gather" and following == "backward" and event.unit in kept):
             yield event
 
 
-def deepspeed_seconds(
-    schedule: Schedule, seconds: Mapping[str, UnitSeconds], speed: Speed, training: Training
-) -> dict[str, UnitSeconds]:
-    """Add the time in which the device copies and casts gradients, gathered parameters and weights."""
+def deepspeed_copies(schedule: Schedule, training: Training) -> Copies:
     stage, formats = stage_of(layout_in(schedule)), training.formats
     compute, master, reduce = formats.compute.itemsize, formats.master.itemsize, formats.reduce.itemsize
     cast = compute + reduce if formats.compute != formats.reduce else 0
-    gather = 2 * compute if stage == 3 else 0
-    # A gradient is copied into the bucket, and there it is divided; the rest are copies around the collective.
-    backward = gather + (2 * compute + cast + 4 * reduce if stage == 3 else 6 * compute + 2 * cast)
-    update = 3 * compute + 4 * master  # flattened, cast, clipped, and the weights rounded
-    found = {}
-    for unit in schedule.units:
-        each = seconds[unit.name]
-        num = sum(flat.num_elems for flat in unit.flats)
-        trained = sum(flat.num_elems for flat in unit.flats if flat.trainable)
-        here = sum(flat.num_master for flat in unit.flats if flat.trainable and not flat.host_updates)
-        found[unit.name] = replace(
-            each,
-            forward=each.forward + gather * num / speed.memory,
-            backward=each.backward + (backward * trained + gather * (num - trained)) / speed.memory,
-            update=each.update + update * here / speed.memory,
-            cast=0.0,
-        )
-    return found
+    # A gradient is copied into the bucket, and there it is divided; the rest are copies around the collective. Those of
+    # this rank are flattened, cast and clipped, and the weights rounded.
+    grad = 2 * compute + cast + 4 * reduce if stage == 3 else 6 * compute + 2 * cast
+    return Copies(2 * compute if stage == 3 else 0, grad, 3 * compute + 4 * master)

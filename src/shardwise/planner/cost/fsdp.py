@@ -19,7 +19,7 @@ from ...core.schedule.state_bytes import off_device
 from ...core.schedule.step_schedule import Schedule, UnitPlan
 from ..training import MOMENTS, Training
 from ..work.work import Work
-from .compute import Speed, UnitSeconds
+from .compute import Copies
 from .peak import ACTIVATIONS, GATHERED, GRADS, LOSS, OPTIMIZER, PARAMS, REDUCE, WORKSPACE_BYTES, Memory, MemoryWalk
 
 
@@ -133,6 +133,7 @@ class _Step(MemoryWalk):
         self.pools, self.pool_peaks = [0, 0, 0], [0, 0, 0]
         self.root_name, self.names, self.groups = grouped(schedule, works, wrapping)
         self.root = self.groups[self.root_name]
+        self.late = [unit.name for unit in schedule.units if unit.name in self.names and not unit.backward_reads]
         # Groups in the order of their forwards, without the root.
         self.chain = [self.groups[name] for name in self.names if self.groups[name] is not self.root]
         self.gathered: set[int] = set()
@@ -243,11 +244,12 @@ class _Step(MemoryWalk):
             self.hold(GRADS, work.grad_bytes)
             self.grads_of[id(group)] += work.grad_bytes
             # Token ids have no gradient, so torch reduces the unit that reads them at the end of the backward.
-            if group is not self.root and position > 1:
+            if group is not self.root and name not in self.late:
                 self._reduce(name, group, input_bytes, is_first)
         self._reduce(self.root_name, self.root, 0, is_first)
-        if self.groups[self.names[0]] is not self.root:
-            self._reduce(self.names[0], self.groups[self.names[0]], 0, is_first)
+        for name in self.late:
+            if self.groups[name] is not self.root:
+                self._reduce(name, self.groups[name], 0, is_first)
         self.hold(REDUCE, -self.kept_input)
         self.kept_input = 0
 
@@ -301,29 +303,15 @@ class _Step(MemoryWalk):
         self.hold(REDUCE, -grad_bytes)
 
 
-def fsdp_seconds(
-    schedule: Schedule, seconds: Mapping[str, UnitSeconds], speed: Speed, training: Training
-) -> dict[str, UnitSeconds]:
-    """Add the time of copies on the compute stream: FSDP2's out of an all-gather and into a reduce-scatter, FSDP1's of
-    gradients into one and to the reduce dtype. A foreach update has more of them."""
-    wrapping, formats, found = WRAPPINGS[training.engine], training.formats, {}
+def fsdp_copies(training: Training) -> Copies:
+    wrapping, formats = WRAPPINGS[training.engine], training.formats
     compute, reduce = formats.compute.itemsize, formats.reduce.itemsize
-    gather = 0 if wrapping.is_flat else 2 * compute
-    summed = compute + reduce if compute != reduce or not wrapping.is_flat else 0
-    for unit in schedule.units:
-        each = seconds[unit.name]
-        gathered = sum(flat.num_elems for flat in unit.flats if flat.num_master < flat.num_elems)
-        trained = [flat for flat in unit.flats if flat.trainable]
-        num, here = sum(flat.num_elems for flat in trained), sum(flat.num_master for flat in trained)
-        is_foreach = wrapping.is_foreach and training.num_moments == MOMENTS["adamw"]
-        found[unit.name] = replace(
-            each,
-            forward=each.forward + gather * gathered / speed.memory,
-            backward=each.backward
-            + (gather * gathered + (summed + 2 * compute * wrapping.is_flat) * num) / speed.memory,
-            update=FOREACH_BYTES * here / speed.memory if is_foreach else each.update,
-        )
-    return found
+    is_foreach = wrapping.is_foreach and training.num_moments == MOMENTS["adamw"]
+    update = FOREACH_BYTES - reduce - 6 * formats.master.itemsize if is_foreach else 0
+    if wrapping.is_flat:  # gradients become one, which is cast
+        return Copies(0, 2 * compute + (compute + reduce if compute != reduce else 0), update)
+    # Parameters are copied out of the all-gather, and gradients into the reduce-scatter.
+    return Copies(2 * compute, compute + reduce, update)
 
 
 def _compiled(loss: Work, num_logits: int, itemsize: int) -> Work:
