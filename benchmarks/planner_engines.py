@@ -174,7 +174,7 @@ def work(case: Case, file: Path) -> int:
 
 def rows(case: Case) -> Iterator[tuple[str, float, float]]:
     """Yield name, plan and measurement, in MB or ms."""
-    outcome = launch(case, timeout_s=1200, worker="benchmarks.planner_engines")
+    outcome = launch(case, timeout_s=1200, module="benchmarks.planner_engines")
     if outcome.status != "ok":
         raise SystemExit(f"{case}: {outcome.status}: {outcome.error}")
     seen, entry = outcome.answers[0], planned(case)

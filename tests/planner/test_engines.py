@@ -56,6 +56,12 @@ def test_what_an_engine_lacks_is_refused(engine: str, strategy: Any, listed: str
         planned(engine, strategy=strategy)
 
 
+@pytest.mark.parametrize("sizes", [{"precision": "pure-bf16"}, {"precision": "bf16-autocast"}])
+def test_deepspeeds_masters_are_fp32(sizes: dict[str, str]) -> None:
+    with pytest.raises(ConfigurationError, match=next(iter(sizes.values()))):
+        planned("deepspeed", **sizes)
+
+
 @pytest.mark.parametrize(
     ("strategy", "per_param"),
     [

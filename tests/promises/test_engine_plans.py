@@ -1,6 +1,6 @@
 """What the planner says of other engines, and what they need: FSDP1, FSDP2 and DeepSpeed on two ranks.
 
-State at rest is exact but for padding. The peak before the optimizer's step is within 2 %: a bucket is full in the
+State at rest is exact but for padding. The peak before the optimizer's step is within 3 %: a bucket is full in the
 middle of a unit, where fewer activations and gradients are left than the plan assumes. With small buckets, the peak of
 DeepSpeed's step is that of the update, and exact.
 """
@@ -18,7 +18,7 @@ from tests.support.deepspeed import DeepSpeed
 
 pytestmark = [pytest.mark.slow, pytest.mark.peers, pytest.mark.filterwarnings("ignore")]
 
-EXACT, CLOSE = 0.002, 0.02
+EXACT, CLOSE = 0.002, 0.03
 # Stage 3 without room for the whole model: it gathers, releases and gathers again.
 NARROW = {"stage3_max_live_parameters": 4 * 10**6, "stage3_max_reuse_distance": 4 * 10**6}
 

@@ -208,10 +208,9 @@ ALIASES: dict[str, str] = {
 }
 
 # Presets that other engines have, too, as far as the planner knows them.
-_FSDP = ("zero3", "shard_grad_op", "hsdp", "hybrid_shard_zero2")
 ENGINE_HAS: dict[str, tuple[str, ...]] = {
-    "fsdp1": ("ddp", *_FSDP),
-    "fsdp2": _FSDP,
+    "fsdp1": ("ddp", "zero3", "shard_grad_op", "hsdp", "hybrid_shard_zero2"),
+    "fsdp2": ("zero3", "shard_grad_op", "hsdp", "hybrid_shard_zero2"),
     "deepspeed": ("ddp", "zero1", "zero2", "zero3", "hpz", "zero2_offload", "zero3_offload", "zeropp"),
 }
 

@@ -30,12 +30,14 @@ _LOSSES = {
     "plain": "14 B x tokens x vocabulary",
     "fused": "no logits",
 }
+_OURS = {"fits": "fits", "needed_bytes": "needed_bytes", "step_seconds": "step_s"}
 _FORMULAS: dict[str, list[str]] = json.loads(Path(__file__).with_name("formulas.json").read_text(encoding="utf-8"))
 
 
 def plan_as_json(plan: Plan | States, num_tokens: float | None = None) -> Json:
     """Convert a plan. `num_tokens`: length of the whole training, for the number of days it takes."""
     best, training = plan.recommended, dataclasses.asdict(plan.training)
+    ours = plan.ours if isinstance(plan, Plan) else None
     if isinstance(plan, States):
         rows = [_row(row) for row in plan.rows]
     else:
@@ -56,18 +58,8 @@ def plan_as_json(plan: Plan | States, num_tokens: float | None = None) -> Json:
         "why": plan.why,
         "explain": explain(best) if isinstance(best, Assessment) and plan.training.engine == OURS else [],
         "engine": TITLES.get(plan.training.engine, ""),
-        "ours": _ours(plan.ours) if isinstance(plan, Plan) and plan.ours else None,
-    }
-
-
-def _ours(entry: Assessment) -> Json:
-    """The strategy of another engine under ours."""
-    return {
-        "name": entry.name,
-        "fits": entry.fits,
-        "needed_bytes": entry.needed_bytes,
-        "step_seconds": entry.step_s,
-        "tokens_per_second_per_gpu": entry.tokens_per_s,
+        # The same strategy under our engine, if another one is planned.
+        "ours": {key: getattr(ours, name) for key, name in _OURS.items()} if ours else None,
     }
 
 

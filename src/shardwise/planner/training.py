@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
+from ..base.dtypes import FP32
 from ..base.errors import ConfigurationError, did_you_mean
 from ..core.layout import AUTO
 from ..core.precision import Precision, precision_of
@@ -77,7 +78,12 @@ class Training:
     def __post_init__(self) -> None:
         for why in self._problems():
             raise ConfigurationError(f"training: {why}")
-        precision_of(self.precision, self.reduce)
+        formats = precision_of(self.precision, self.reduce)
+        if self.engine == "deepspeed" and (formats.master != FP32 or formats.autocast):
+            raise ConfigurationError(
+                f"training: engine 'deepspeed' with precision {self.precision!r}, but it is planned with fp32 masters "
+                "beside weights in the compute dtype: give precision bf16, fp16 or fp32"
+            )
         num_bytes_of(self.speculation)
 
     def _problems(self) -> Iterator[str]:
