@@ -16,6 +16,7 @@ from operator import attrgetter
 from ..base.errors import ConfigurationError
 from ..core.layout import (
     ACTIVATION_OFFLOADS,
+    ALWAYS_WHOLE,
     AUTO,
     ENGINE_HAS,
     MIXES,
@@ -161,7 +162,8 @@ def _known(assess: Assessor, choice: Choice) -> Sequence[str]:
 def assess_named(assess: Assessor, strategy: Strategy, choice: Choice) -> Assessment:
     """Assess the strategy that the user named."""
     layouts = layouts_for(strategy, assess.unit_names)
-    engine, names, known = choice[0][0].engine, {layout.name for layout in layouts}, _known(assess, choice)
+    engine, known, units = choice[0][0].engine, _known(assess, choice), zip(assess.unit_names, layouts, strict=True)
+    names = {layout.name for unit, layout in units if unit != ALWAYS_WHOLE}
     is_mixed = len(names) > 1 and engine in ("fsdp1", "deepspeed")
     if engine != "shardwise" and (is_mixed or not names <= set(known)):
         raise ConfigurationError(
