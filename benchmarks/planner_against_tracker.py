@@ -33,7 +33,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from benchmarks.planner_memory_published import schedule_of
 from benchmarks.titan import Titan
-from shardwise.planner.cost.fsdp2 import Wrapping, fsdp2_memory_of
+from shardwise.planner.cost.fsdp import Wrapping, fsdp_memory_of
 from shardwise.planner.cost.peak import WORKSPACE_BYTES, Memory
 from shardwise.planner.shapes.shape import ModelShape
 from shardwise.planner.training import Checkpointing, Training
@@ -89,7 +89,7 @@ def cases() -> Iterator[Case]:
 
 def planned(case: Case) -> Memory:
     schedule = schedule_of(case.shape, case.training, case.strategy, 1, case.world_size)
-    return fsdp2_memory_of(schedule, works_of(case.shape, case.training), case.training, case.wrapping)
+    return fsdp_memory_of(schedule, works_of(case.shape, case.training), case.training, case.wrapping)
 
 
 def planned_bytes(case: Case) -> int:

@@ -29,7 +29,7 @@ from shardwise.core.layout import layout_of
 from shardwise.core.schedule.flat import flats_of
 from shardwise.core.schedule.step_schedule import Schedule, UnitPlan, make_schedule
 from shardwise.planner.assess import NCCL_BYTES
-from shardwise.planner.cost.fsdp2 import Wrapping, fsdp2_memory_of
+from shardwise.planner.cost.fsdp import Wrapping, fsdp_memory_of
 from shardwise.planner.cost.peak import HOLES, Memory, Reserved, reserved_of
 from shardwise.planner.hardware.cluster import make_cluster
 from shardwise.planner.shapes.names import coded, shape_named
@@ -183,7 +183,7 @@ def find(row: Row) -> Finding:
     works = [works_of(row.shape, training) for training in trainings]
     mixed: dict[str, Work] = {name: works[index % len(works)][name] for index, name in enumerate(works[0])}
     schedule = schedule_of(row.shape, trainings[0], row.strategy, row.num_nodes, row.node_size)
-    memory = fsdp2_memory_of(schedule, mixed, trainings[0], WAYS[row.way])
+    memory = fsdp_memory_of(schedule, mixed, trainings[0], WAYS[row.way])
     return Finding(row, memory, reserved_of(schedule, memory, trainings[0], is_recomputed=False))
 
 

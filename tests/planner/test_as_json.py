@@ -11,7 +11,7 @@ from shardwise.planner.planning import plan
 from shardwise.version import VERSION
 
 CLASSES = ["params", "grads", "optimizer", "activations", "gathered", "reduce", "loss"]
-TOP = {"version", "model", "cluster", "training", "strategies", "recommended", "why", "explain"}
+TOP = {"version", "model", "cluster", "training", "strategies", "recommended", "why", "explain", "engine", "ours"}
 STRATEGY = {
     "name", "layout", "fits", "why_not", "per_gpu_bytes", "host_bytes", "spare_bytes", "disk_bytes", "traffic_bytes",
     "step_seconds", "unclipped_step_seconds", "tokens_per_second_per_gpu", "mfu",

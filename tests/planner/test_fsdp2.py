@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks.planner_against_tracker import SMALL, Case, cases, planned_bytes, tracked_bytes
 from benchmarks.planner_memory_published import GIB, Finding, find, rows_and_left_out, schedule_of
-from shardwise.planner.cost.fsdp2 import Wrapping, fsdp2_memory_of
+from shardwise.planner.cost.fsdp import Wrapping, fsdp_memory_of
 from shardwise.planner.cost.peak import GRADS, WORKSPACE_BYTES, Memory
 from shardwise.planner.planning import plan
 from shardwise.planner.shapes.names import coded, shape_named
@@ -31,11 +31,11 @@ def memory(
     )
     shape = coded(shape_named(model), training)
     schedule = schedule_of(shape, training, strategy, 1, 8)
-    return fsdp2_memory_of(schedule, works_of(shape, training), training, wrapping)
+    return fsdp_memory_of(schedule, works_of(shape, training), training, wrapping)
 
 
 def test_no_torch_is_imported() -> None:
-    code = "import sys, shardwise.planner.cost.fsdp2; sys.exit('torch' in sys.modules)"
+    code = "import sys, shardwise.planner.cost.fsdp; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from shardwise.core.layout import FSDP2_HAS
+from shardwise.core.layout import ENGINE_HAS
 from tests.planner.planning import EVERY, MANY, assessed, machine
 
 
@@ -15,7 +15,7 @@ from tests.planner.planning import EVERY, MANY, assessed, machine
     ids=str,
 )
 def test_the_estimate_lies_in_its_interval(strategy: str, sizes: dict[str, Any]) -> None:
-    if sizes.get("engine") == "fsdp2" and strategy not in FSDP2_HAS:
+    if sizes.get("engine") == "fsdp2" and strategy not in ENGINE_HAS["fsdp2"]:
         pytest.skip("FSDP2 has no such thing")
     found = assessed(strategy, machine(nodes=2), **sizes)
     assert found.memory.peak.total < found.reserved.low < found.reserved.expected < found.reserved.high

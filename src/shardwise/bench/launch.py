@@ -38,8 +38,9 @@ def num_processes(case: Case) -> int:
     return 1 if case.fabric or case.contender in SINGLE_PROCESS else case.world_size
 
 
-def launch(case: Case, timeout_s: float) -> Outcome:
-    """Run one case. It gets a temporary folder in `disk_path`, because some peers leave files behind."""
+def launch(case: Case, timeout_s: float, module: str = "shardwise.bench.measure") -> Outcome:
+    """Run one case. It gets a temporary folder in `disk_path`, because some peers leave files behind. `module`:
+    what the processes run."""
     on_disk = temporary_folder(case.disk_path) if case.disk_path else nullcontext("")
     with temporary_folder() as folder, on_disk as own:
         question = replace(case, disk_path=str(own)).to_json()
@@ -50,7 +51,7 @@ def launch(case: Case, timeout_s: float) -> Outcome:
         workers: list[subprocess.Popen[bytes]] = []
         try:
             for rank in ranks:
-                command = [sys.executable, "-m", "shardwise.bench.measure", question, str(files[rank])]
+                command = [sys.executable, "-m", module, question, str(files[rank])]
                 variables = as_child({**environment(case, rank, store.port), **joining})
                 with logs[rank].open("w") as sink:
                     workers.append(subprocess.Popen(command, env=variables, stdout=sink, stderr=subprocess.STDOUT))

@@ -207,8 +207,12 @@ ALIASES: dict[str, str] = {
     "zero++": "zeropp",
 }
 
-# Presets that torch's FSDP2 has, too.
-FSDP2_HAS = ("zero3", "shard_grad_op", "hsdp", "hybrid_shard_zero2")
+# Presets that other engines have, too, as far as the planner knows them.
+ENGINE_HAS: dict[str, tuple[str, ...]] = {
+    "fsdp1": ("ddp", "zero3", "shard_grad_op", "hsdp", "hybrid_shard_zero2"),
+    "fsdp2": ("zero3", "shard_grad_op", "hsdp", "hybrid_shard_zero2"),
+    "deepspeed": ("ddp", "zero1", "zero2", "zero3", "hpz", "zero2_offload", "zero3_offload", "zeropp"),
+}
 
 AUTO = "auto"
 # The preset that splits the most: others are compared with it.

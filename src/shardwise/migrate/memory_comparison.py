@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from ..base.dtypes import FP32
 from ..base.errors import ConfigurationError
-from ..core.layout import FSDP2_HAS, Split, layout_of
+from ..core.layout import ENGINE_HAS, Split, layout_of
 from ..core.schedule.flat import flats_of
 from ..core.schedule.model import ROOT, Param, Site, UnitSpec
 from ..core.schedule.state_bytes import off_device, state_bytes
@@ -155,7 +155,7 @@ def _units(
         names = map(str, range(NUM_TENSORS))
         params = tuple(Param(name, size, dtype, True, (Site("", name),)) for name in names)
         return [UnitSpec(ROOT, "", params, False, True)], "a billion parameters", (None, None)
-    knows_theirs = migrated.original.engine == "fsdp" and migrated.strategy in FSDP2_HAS
+    knows_theirs = migrated.original.engine == "fsdp" and migrated.strategy in ENGINE_HAS["fsdp2"]
     trainings = [training, replace(training, engine="fsdp2")] if knows_theirs else [training]
     made = [plan(model, cluster, asked, strategy=migrated.strategy) for asked in trainings]
     plans = [found for found in made if isinstance(found, Plan)]

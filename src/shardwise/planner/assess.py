@@ -16,13 +16,14 @@ from ..core.schedule.model import UnitSpec, matches
 from ..core.schedule.state_bytes import HOST_SHARE, Spares, spares_of
 from ..core.schedule.step_schedule import Schedule, UnitPlan, make_schedule
 from .cost import peak
-from .cost.compute import seconds_of, speed_of
-from .cost.fsdp2 import fsdp2_memory_of
+from .cost.compute import seconds_of, speed_of, with_copies
+from .cost.deepspeed import Zero, deepspeed_copies, deepspeed_events, deepspeed_memory_of
+from .cost.fsdp import fsdp_copies, fsdp_memory_of
 from .cost.step_time import Timing, step_time
 from .events import Event, StepTraffic, step_events, traffic_of
 from .hardware.cluster import Cluster
 from .hardware.gpus import Efficiency, Overheads
-from .training import Training, num_bytes_of
+from .training import OURS, Training, num_bytes_of
 from .work.work import Work
 
 Works = Callable[[Training], Mapping[str, Work]]
@@ -107,13 +108,16 @@ class Assessment:
         """The events of a step, including the copies of offloaded activations."""
         moments = self.training.num_moments
         events = step_events(self.schedule, num_micro_batches, clips=self.clips, num_moments=moments)
+        if self.training.engine == "deepspeed":
+            return deepspeed_events(events, self.schedule, self.training, Zero())
         offloaded = peak.offloaded_activations(self.schedule, self.works)
         return list(peak.with_activation_copies(events, offloaded)) if offloaded else events
 
     @cached_property
     def memory(self) -> peak.Memory:
-        if self.training.engine == "fsdp2":
-            return fsdp2_memory_of(self.schedule, self.works, self.training)
+        if self.training.engine != OURS:
+            memory_of = fsdp_memory_of if self.training.is_fsdp else deepspeed_memory_of
+            return memory_of(self.schedule, self.works, self.training)
         workspace_bytes = peak.WORKSPACE_BYTES if self.machine.has_reserve else 0
         keeps_slots = not self.machine.has_reserve
         return peak.memory_of(self.schedule, self.events, self.works, self.training, workspace_bytes, keeps_slots)
@@ -148,6 +152,10 @@ class Assessment:
         machine = self.machine
         speed = speed_of(machine.cluster.gpu, machine.efficiency, self.training, self.head_dim)
         seconds = seconds_of(self.schedule, self.works, speed, self.training)
+        if self.training.engine != OURS:
+            training, schedule = self.training, self.schedule
+            copies = fsdp_copies(training) if training.is_fsdp else deepspeed_copies(schedule, training)
+            seconds = with_copies(seconds, schedule, speed, copies)
         return self._continued(
             lambda events: step_time(self.schedule, events, seconds, machine.cluster, machine.overheads, ahead)
         )

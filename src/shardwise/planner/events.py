@@ -35,7 +35,8 @@ class Move:
 @dataclass(frozen=True, slots=True)
 class Event:
     """One event of a step. `host_elems`: number of elements that the host updates. For encoded collectives, the device
-    reads and writes `encode_bytes` in its own memory before the first of `calls`, and `decode_bytes` after it."""
+    reads and writes `encode_bytes` in its own memory before the first of `calls`, and `decode_bytes` after it.
+    `blocks`: the computation waits for a gather or reduction, as in other engines; ours never does."""
 
     verb: Verb
     unit: str
@@ -44,6 +45,7 @@ class Event:
     host_elems: int = 0
     encode_bytes: int = 0
     decode_bytes: int = 0
+    blocks: bool = False
 
 
 # A verb, a unit, and the other arguments of the function that makes the event.

@@ -19,6 +19,7 @@ from .cost.step_time import Span
 from .planning import Plan
 from .search import strategy_of
 from .states import States, StatesRow
+from .training import OURS, TITLES
 
 Json = dict[str, Any]
 
@@ -30,12 +31,14 @@ _LOSSES = {
     "compiled": "4 B x tokens x vocabulary",
     "fused": "no logits",
 }
+_OURS = {"fits": "fits", "needed_bytes": "needed_bytes", "step_seconds": "step_s"}
 _FORMULAS: dict[str, list[str]] = json.loads(Path(__file__).with_name("formulas.json").read_text(encoding="utf-8"))
 
 
 def plan_as_json(plan: Plan | States, num_tokens: float | None = None) -> Json:
     """Convert a plan. `num_tokens`: length of the whole training, for the number of days it takes."""
     best, training = plan.recommended, dataclasses.asdict(plan.training)
+    ours = plan.ours if isinstance(plan, Plan) else None
     if isinstance(plan, States):
         rows = [_row(row) for row in plan.rows]
     else:
@@ -54,7 +57,10 @@ def plan_as_json(plan: Plan | States, num_tokens: float | None = None) -> Json:
         "strategies": rows,
         "recommended": None if best is None else best.name,
         "why": plan.why,
-        "explain": explain(best) if isinstance(best, Assessment) else [],
+        "explain": explain(best) if isinstance(best, Assessment) and plan.training.engine == OURS else [],
+        "engine": TITLES.get(plan.training.engine, ""),
+        # The same strategy under our engine, if another one is planned.
+        "ours": {key: getattr(ours, name) for key, name in _OURS.items()} if ours else None,
     }
 
 

@@ -28,7 +28,7 @@ from .shapes.names import is_file
 from .shapes.shape import ModelShape, StatesOnly
 from .states import States, states_of
 from .subject import Built, Planned, model_of, subject_for
-from .training import USUAL_SEQ, Checkpointing, Lora, Training
+from .training import OURS, USUAL_SEQ, Checkpointing, Lora, Training
 
 OPEN = "auto"  # the plan chooses the checkpointing
 MOST_SEQUENCES = 64  # maximum number of sequences per micro-batch in the search
@@ -36,7 +36,8 @@ MOST_SEQUENCES = 64  # maximum number of sequences per micro-batch in the search
 
 @dataclass(frozen=True, repr=False)
 class Plan:
-    """All assessed strategies (`found`, presets first). `recommended`: None if no exact or requested one fits."""
+    """All assessed strategies (`found`, presets first). `recommended`: None if no exact or requested one fits. `ours`:
+    if another engine is planned, the same strategy and training under ours; if none fits, of that which needs least."""
 
     subject: Subject
     machine: Machine
@@ -46,6 +47,7 @@ class Plan:
     why: str
     assess: Assessor = field(repr=False)
     choice: Choice = field(repr=False)
+    ours: Assessment | None = None
 
     @property
     def facts(self) -> Mapping[str, object]:
@@ -166,8 +168,17 @@ def plan_for(
         why = f"the fastest that fits with {', '.join(moves)}, {best.step_s:.3g} s a step"
     else:
         why = _why(assess, entries, best)
-    why = "; ".join(filter(None, [why, str(assess.subject.facts.get("note", ""))]))
-    return Plan(assess.subject, assess.machine, training, tuple(entries), best, why, assess, choice)
+    shown = best or min(entries, key=lambda entry: entry.needed_bytes)
+    ours, comparison = None, ""
+    if training.engine != OURS:
+        # With sums in the same dtype.
+        same = replace(shown.training, engine=OURS, precision=shown.training.formats, reduce=None)
+        ours = assess(shown.name, shown.layouts, same)
+        comparison = f"the same under {OURS}: {ours.needed_bytes / 1e9:,.1f} GB"
+        times = f" and {ours.tokens_per_s / shown.tokens_per_s:.2f}x the speed"
+        comparison += times if ours.fits else ", which does not fit"
+    why = "; ".join(filter(None, [why, comparison, str(assess.subject.facts.get("note", ""))]))
+    return Plan(assess.subject, assess.machine, training, tuple(entries), best, why, assess, choice, ours)
 
 
 def machine_of(cluster: str | Cluster | Machine) -> Machine:

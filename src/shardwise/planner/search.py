@@ -16,8 +16,9 @@ from operator import attrgetter
 from ..base.errors import ConfigurationError
 from ..core.layout import (
     ACTIVATION_OFFLOADS,
+    ALWAYS_WHOLE,
     AUTO,
-    FSDP2_HAS,
+    ENGINE_HAS,
     MIXES,
     OFFLOADS,
     PRESETS,
@@ -71,7 +72,7 @@ def assess_best(assess: Assessor, name: str, layouts: Layout | Sequence[Layout],
 
 
 def presets(assess: Assessor, choice: Choice, only_exact: bool = False, has_disk: bool = True) -> Iterator[Assessment]:
-    known = FSDP2_HAS if choice[0][0].engine == "fsdp2" else PRESETS
+    known = _known(assess, choice)
     for name, layout in PRESETS.items():
         if name in known and (has_disk or not layout.uses_disk) and (layout.is_exact or not only_exact):
             yield assess_best(assess, name, layout, choice)
@@ -151,11 +152,23 @@ def strategy_of(found: Assessment) -> Strategy:
     return most.name if most.name != "custom" else most
 
 
+def _known(assess: Assessor, choice: Choice) -> Sequence[str]:
+    """Return the presets that the engine has. On one node, DeepSpeed leaves out half of ZeRO++ without a word."""
+    engine = choice[0][0].engine
+    has_nodes = engine != "deepspeed" or assess.machine.cluster.num_nodes > 1
+    return [name for name in ENGINE_HAS.get(engine, tuple(PRESETS)) if has_nodes or PRESETS[name].is_exact]
+
+
 def assess_named(assess: Assessor, strategy: Strategy, choice: Choice) -> Assessment:
     """Assess the strategy that the user named."""
     layouts = layouts_for(strategy, assess.unit_names)
-    if choice[0][0].engine == "fsdp2" and not {layout.name for layout in layouts} <= set(FSDP2_HAS):
-        raise ConfigurationError(f"strategy {strategy!r} with engine 'fsdp2', which has {', '.join(FSDP2_HAS)} alone")
+    engine, known, units = choice[0][0].engine, _known(assess, choice), zip(assess.unit_names, layouts, strict=True)
+    names = {layout.name for unit, layout in units if unit != ALWAYS_WHOLE}
+    is_mixed = len(names) > 1 and engine in ("fsdp1", "deepspeed")
+    if engine != "shardwise" and (is_mixed or not names <= set(known)):
+        raise ConfigurationError(
+            f"strategy {strategy!r} with engine {engine!r}, which has {', '.join(known)}, each for the whole model"
+        )
     name = strategy if isinstance(strategy, str) else layouts[0].name if len(set(layouts)) == 1 else "mixed"
     return assess_best(assess, name, layouts, choice)
 

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
+from ..base.dtypes import FP32
 from ..base.errors import ConfigurationError, did_you_mean
 from ..core.layout import AUTO
 from ..core.precision import Precision, precision_of
@@ -12,7 +13,10 @@ from .hardware.cluster import bytes_of
 Optimizer = Literal["adamw", "adamw8bit", "sgd"]
 Checkpointing = Literal["none", "selective", "full"]
 Loss = Literal["chunked", "plain", "compiled", "fused"]
-EngineName = Literal["shardwise", "fsdp2"]
+EngineName = Literal["shardwise", "fsdp1", "fsdp2", "deepspeed"]
+# Titles of engines other than ours.
+TITLES = {"fsdp1": "FSDP1", "fsdp2": "FSDP2", "deepspeed": "DeepSpeed"}
+OURS: EngineName = "shardwise"
 Code = Literal["auto", "in-tree", "hf", "titan", "mpt"]
 LossChunk = Literal["small", "large"]
 
@@ -60,8 +64,8 @@ class Lora:
 class Training:
     """Settings of one training step. Sizes are per rank. `loss`: "chunked" is the trainer's own, "plain" is the usual
     cross-entropy on full logits, "compiled" is that by torch.compile, "fused" is Liger's. `loss_chunk`: of the chunked
-    loss. `engine`: the engine whose memory is predicted; "fsdp2" is there only for comparisons with published
-    measurements. `code`: whose model code runs; "auto": `coded` in shapes/names.py decides."""
+    loss. `engine`: the engine that is planned; others than ours are there to compare with. `code`: whose model code
+    runs; "auto": `coded` in shapes/names.py decides."""
 
     seq: int = USUAL_SEQ
     micro_batch: int = 1
@@ -83,7 +87,12 @@ class Training:
     def __post_init__(self) -> None:
         for why in self._problems():
             raise ConfigurationError(f"training: {why}")
-        precision_of(self.precision, self.reduce)
+        formats = precision_of(self.precision, self.reduce)
+        if self.engine == "deepspeed" and (formats.master != FP32 or formats.autocast):
+            raise ConfigurationError(
+                f"training: engine 'deepspeed' with precision {self.precision!r}, but it is planned with fp32 masters "
+                "beside weights in the compute dtype: give precision bf16, fp16 or fp32"
+            )
         num_bytes_of(self.speculation)
 
     def _problems(self) -> Iterator[str]:
@@ -104,7 +113,14 @@ class Training:
 
     @property
     def formats(self) -> Precision:
+        if self.engine == "deepspeed" and self.reduce is None:
+            # DeepSpeed's `communication_data_type` is that of the weights, unless it is given.
+            return precision_of(self.precision, precision_of(self.precision, None).compute)
         return precision_of(self.precision, self.reduce)
+
+    @property
+    def is_fsdp(self) -> bool:
+        return self.engine in ("fsdp1", "fsdp2")
 
     @property
     def num_tokens(self) -> int:

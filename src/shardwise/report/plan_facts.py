@@ -238,6 +238,11 @@ class Plan:
     @property
     def verdict(self) -> str:
         """The recommended strategy and the reason, in a sentence."""
+        engine = text_of(self.json.get("engine"))
+        if engine and self.best is not None:
+            return f"{engine} would need {size(self.best.needed)} a {self.device} with {self.best.name}: {self.reason}"
+        if engine and self.reason:
+            return f"{engine}: {self.reason}"
         if self.best is not None:
             days = f"; {self.best.days} days in all" if self.best.days else ""
             return f"Take {self.best.name}" + (f": {self.reason}{days}" if self.reason else f"{days}.")

@@ -9,6 +9,7 @@ the backward. Gradients that autograd allocated are copied on another stream, ne
 
 from collections.abc import Mapping
 from dataclasses import astuple, dataclass, replace
+from typing import NamedTuple
 
 from ...base.dtypes import FP32
 from ...core.schedule.step_schedule import Schedule, UnitPlan
@@ -106,6 +107,33 @@ def _with_update(each: UnitSeconds, unit: UnitPlan, speed: Speed, num_moments: f
         update=update_bytes / speed.memory,
         cast=cast_bytes / speed.memory,
     )
+
+
+class Copies(NamedTuple):
+    """Bytes per element that another engine reads and writes in copies and casts that ours does without: of a gathered
+    parameter, of a gradient, and of what this rank updates."""
+
+    gather: int
+    grad: int
+    update: int
+
+
+def with_copies(
+    seconds: Mapping[str, UnitSeconds], schedule: Schedule, speed: Speed, copies: Copies
+) -> dict[str, UnitSeconds]:
+    found = {}
+    for unit in schedule.units:
+        each, trained = seconds[unit.name], [flat for flat in unit.flats if flat.trainable]
+        gather = copies.gather * sum(flat.num_elems for flat in unit.flats if flat.num_master < flat.num_elems)
+        grad = copies.grad * sum(flat.num_elems for flat in trained)
+        update = copies.update * sum(flat.num_master for flat in trained if not flat.host_updates)
+        found[unit.name] = replace(
+            each,
+            forward=each.forward + gather / speed.memory,
+            backward=each.backward + (gather + grad) / speed.memory,
+            update=each.update + update / speed.memory,
+        )
+    return found
 
 
 def work_seconds(work: Work, speed: Speed, training: Training) -> UnitSeconds:

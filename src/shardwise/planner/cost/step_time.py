@@ -285,6 +285,8 @@ class StepSimulator(Lanes):
         for move in event.moves:
             if move.way in ("to_host", "write"):
                 last = self.start_move(name, move, ready_s, last, "gather")
+        if event.blocks:
+            self._compute_s = max(self._compute_s, self.end_of(last))
 
     def _start_collectives(self, event: Event, ready_s: float, last: Op | None) -> Op | None:
         """Queue encoding, collectives and decoding. The computation is delayed by the time of encoding and decoding."""
@@ -336,6 +338,8 @@ class StepSimulator(Lanes):
             self._leaving_grads.append(last if event.unit in self._has_leaving_grads else None)
             self._extra_s += self._seconds[event.unit].norm_of_offloaded
         self._reductions[event.unit], self._arrivals[event.unit] = reduced, last
+        if event.blocks:
+            self._compute_s = max(self._compute_s, self.end_of(last))
 
     def _exchange(self, event: Event) -> None:
         """Exchange small values between ranks: "agree" (which parameters were used), for which nothing waits, and the

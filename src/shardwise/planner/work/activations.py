@@ -141,7 +141,7 @@ def block_works(shape: ModelShape, training: Training) -> tuple[Work, Work]:
 
 def _habits(shape: ModelShape, training: Training) -> Habits:
     return Habits(
-        writes_directly=training.engine == "shardwise",
+        writes_directly=not training.is_fsdp,
         is_fused=training.compile,
         keeps_every_second=shape.code == "titan",
         rank=training.lora.r if training.lora else 0,

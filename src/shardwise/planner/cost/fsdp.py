@@ -1,10 +1,11 @@
-"""Memory of a rank under torch's FSDP2 (`fully_shard`) at every instant of a step, to compare with ours.
+"""Memory of a rank under torch's FSDP2 (`fully_shard`) and FSDP1 at every instant of a step, to compare with ours.
 
-A gathered unit exists twice: in the output of the all-gather, and in the parameters that are copied out of it. In the
-forward the output lives until the next unit's output exists, in the backward until it is copied. The backward
-prefetches one unit. Autograd holds the gradients of a unit until its backward ends. Then they are copied into the input
-of the reduce-scatter, which lives until the next reduce-scatter begins. The root stays gathered from the first forward
-to the end of the backward. Gradients are dropped before the next forward.
+Under FSDP2 a gathered unit exists twice: in the output of the all-gather, and in the parameters that are copied out of
+it. In the forward the output lives until the next unit's output exists, in the backward until it is copied. FSDP1 uses
+the output itself, and the backward of its `FlatParameter` concatenates the gradients of a unit. The backward prefetches
+one unit. Autograd holds the gradients of a unit until its backward ends. Then they are copied into the input of the
+reduce-scatter, which lives until the next reduce-scatter begins. The root stays gathered from the first forward to the
+end of the backward. Gradients are dropped before the next forward.
 
 Three streams allocate, and none reuses memory that another has freed: `Memory.pools` has the peak of each.
 """
@@ -16,20 +17,22 @@ from dataclasses import dataclass
 from ...base.errors import ConfigurationError
 from ...core.schedule.state_bytes import off_device
 from ...core.schedule.step_schedule import Schedule, UnitPlan
-from ..training import Training
+from ..training import MOMENTS, Training
 from ..work.work import Work
+from .compute import Copies
 from .peak import ACTIVATIONS, GATHERED, GRADS, LOSS, OPTIMIZER, PARAMS, REDUCE, WORKSPACE_BYTES, Memory, MemoryWalk
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wrapping:
-    """Options of a `fully_shard` training that change its memory. Defaults: torchtitan since the middle of 2025.
+    """Options of an FSDP training that change its memory. Defaults: torchtitan since the middle of 2025.
 
     `ends_apart`: the embedding is a unit, and so is the head with the last norm; otherwise they belong to the root, as
     in older torchtitan and in accelerate. `keeps_last`: the last unit stays gathered from its forward to its backward.
     `root_stays`: so does the root. `kept_logit_bytes`: bytes per logit (2, or 4 in fp32) if a variable of the training
     loop holds the logits of the previous step until the next ones replace them; else 0.
     `is_foreach`: the optimizer allocates a temporary copy of everything that it updates; a fused one does not.
+    `is_flat`: FSDP1, whose units are a `FlatParameter` each.
     """
 
     ends_apart: bool = True
@@ -37,12 +40,20 @@ class Wrapping:
     root_stays: bool = True
     kept_logit_bytes: int = 0
     is_foreach: bool = False
+    is_flat: bool = False
+
+
+# `auto_wrap_policy` has the blocks; the root holds the ends. torch's AdamW is foreach on a GPU unless told otherwise.
+WRAPPINGS = {
+    "fsdp1": Wrapping(ends_apart=False, keeps_last=False, is_foreach=True, is_flat=True),
+    "fsdp2": Wrapping(),
+}
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Parameters that are gathered together. `collected_bytes`: output of the all-gather (0 on a single rank).
-    `gathered_bytes`: parameters copied out of it. `part_bytes`: its input, if this rank's shard has to be cast."""
+    """Parameters that are gathered together. `collected_bytes`: output of the all-gather (0 on a single rank, and where
+    nothing is copied out of it). `gathered_bytes`: parameters. `part_bytes`: its input, if the shard has to be cast."""
 
     gathered_bytes: int
     collected_bytes: int
@@ -61,7 +72,7 @@ def grouped(
     root = next((unit.name for unit in schedule.units if unit.holds_units), schedule.units[0].name)
     names = [name for name in works if name != root]
     if not names:
-        raise ConfigurationError(f"engine 'fsdp2': all of the model is one unit, {root!r}; it is planned for blocks")
+        raise ConfigurationError(f"engine: all of the model is one unit, {root!r}; FSDP is planned for blocks")
     last = names[-1]
     ends = [name for name in names if name in units and (works[name].kind == "loss" or not units[name].backward_reads)]
     plans_of: dict[str, list[UnitPlan]] = {name: [units[name]] for name in (root, *names) if name in units}
@@ -71,11 +82,11 @@ def grouped(
     elif last in plans_of:
         plans_of[last] += plans_of[root]
         plans_of[root] = []
-    groups = {name: _group(plans) for name, plans in plans_of.items()}
+    groups = {name: _group(plans, wrapping.is_flat) for name, plans in plans_of.items()}
     return root, names, {name: groups.get(name, groups[root]) for name in (root, *names)}
 
 
-def _group(units: Sequence[UnitPlan]) -> Group:
+def _group(units: Sequence[UnitPlan], is_flat: bool) -> Group:
     flats = [flat for unit in units for flat in unit.flats]
     gathered = [flat for flat in flats if not flat.master_is_whole]
     sharded = [flat for flat in gathered if flat.num_master < flat.num_elems]
@@ -83,23 +94,26 @@ def _group(units: Sequence[UnitPlan]) -> Group:
     trained = [flat for flat in flats if flat.trainable]
     return Group(
         gathered_bytes=sum(flat.num_elems * flat.compute.itemsize for flat in gathered),
-        collected_bytes=sum(flat.num_elems * flat.compute.itemsize for flat in sharded),
+        collected_bytes=0 if is_flat else sum(flat.num_elems * flat.compute.itemsize for flat in sharded),
         part_bytes=sum(flat.num_master * flat.compute.itemsize for flat in cast),
         rest_bytes=sum(flat.num_rest * flat.compute.itemsize for flat in sharded if flat.rest_on),
         summed_bytes=sum(flat.num_elems * flat.reduce.itemsize for flat in trained),
         grad_bytes=sum(flat.num_master * flat.master.itemsize for flat in trained),
-        stays=any(unit.layout.gathered_until != "forward" for unit in units),
+        stays=any(unit.layout.gathered_until == "backward" for unit in units),
     )
 
 
 COMPUTE_STREAM, GATHER_STREAM, REDUCE_STREAM = range(3)
 FP32_BYTES = 4
+# Bytes that AdamW's foreach operations read and write per fp32 element (`_multi_tensor_adamw` in torch/optim/adam.py):
+# mul of the weight 8, lerp 12, mul 8, addcmul 12, sqrt 8, div 8, add 8, addcdiv 16. A fused update: 28.
+FOREACH_BYTES = 80
 
 
-def fsdp2_memory_of(
+def fsdp_memory_of(
     schedule: Schedule, works: Mapping[str, Work], training: Training, wrapping: Wrapping | None = None
 ) -> Memory:
-    step = _Step(schedule, works, training, wrapping or Wrapping())
+    step = _Step(schedule, works, training, wrapping or WRAPPINGS[training.engine])
     for index in range(min(training.num_micro_batches, 2)):
         step.forward()
         step.backward(is_first=index == 0)
@@ -117,9 +131,11 @@ class _Step(MemoryWalk):
         self.pools, self.pool_peaks = [0, 0, 0], [0, 0, 0]
         self.root_name, self.names, self.groups = grouped(schedule, works, wrapping)
         self.root = self.groups[self.root_name]
+        self.late = [unit.name for unit in schedule.units if unit.name in self.names and not unit.backward_reads]
         # Groups in the order of their forwards, without the root.
         self.chain = [self.groups[name] for name in self.names if self.groups[name] is not self.root]
         self.gathered: set[int] = set()
+        self.gather_stream = GATHER_STREAM if wrapping.is_flat else COMPUTE_STREAM  # that allocates the parameters
         self.on_its_way: Group | None = None  # prefetched for the backward
         self.kept_output = 0  # bytes of the output of the forward's last all-gather
         self.kept_input = 0  # bytes of the input of the last reduce-scatter
@@ -162,7 +178,7 @@ class _Step(MemoryWalk):
                 self.note(f"gather {name}", ACTIVATIONS, input_bytes)
                 self.hold(GATHERED, -group.part_bytes - self.kept_output, GATHER_STREAM)
                 self.kept_output = group.collected_bytes
-                self.hold(GATHERED, group.gathered_bytes)
+                self.hold(GATHERED, group.gathered_bytes, self.gather_stream)
                 self.gathered.add(id(group))
             if name == self.names[-1]:
                 # The root's forward ends before the loss, which needs only the logits.
@@ -172,11 +188,21 @@ class _Step(MemoryWalk):
                 self.hold(GATHERED, -self.kept_output, GATHER_STREAM)
                 self.kept_output = 0
             kind = LOSS if work.kind == "loss" else ACTIVATIONS
+            ahead = self._gathered_ahead(group)
+            self.hold(GATHERED, ahead, self.gather_stream)
             self.note(f"forward {name}", kind, input_bytes + work.forward_peak_bytes)
+            self.hold(GATHERED, -ahead, self.gather_stream)
             self.hold(kind, work.saved_bytes)
             input_bytes = work.output_bytes
             if name != self.names[-1]:
                 self._end_forward(group)
+
+    def _gathered_ahead(self, group: Group) -> int:
+        """Bytes of the next unit: FSDP1's host runs ahead of the device, with two gathers in flight."""
+        following = [self.root, *self.chain]
+        at = next(index for index, other in enumerate(following) if other is group) + 1
+        is_next = self.wrapping.is_flat and at < len(following) and id(following[at]) not in self.gathered
+        return following[at].gathered_bytes if is_next else 0
 
     def _end_forward(self, group: Group) -> None:
         is_last = bool(self.chain) and group is self.chain[-1]
@@ -187,7 +213,7 @@ class _Step(MemoryWalk):
     def _release(self, group: Group) -> None:
         if id(group) in self.gathered:
             self.gathered.discard(id(group))
-            self.hold(GATHERED, -group.gathered_bytes)
+            self.hold(GATHERED, -group.gathered_bytes, self.gather_stream)
 
     def backward(self, is_first: bool) -> None:
         last = self.names[-1]
@@ -215,18 +241,20 @@ class _Step(MemoryWalk):
             self.hold(GRADS, work.grad_bytes)
             self.grads_of[id(group)] += work.grad_bytes
             # Token ids have no gradient, so torch reduces the unit that reads them at the end of the backward.
-            if group is not self.root and position > 1:
+            if group is not self.root and name not in self.late:
                 self._reduce(name, group, input_bytes, is_first)
         self._reduce(self.root_name, self.root, 0, is_first)
-        if self.groups[self.names[0]] is not self.root:
-            self._reduce(self.names[0], self.groups[self.names[0]], 0, is_first)
+        for name in self.late:
+            if self.groups[name] is not self.root:
+                self._reduce(name, self.groups[name], 0, is_first)
         self.hold(REDUCE, -self.kept_input)
         self.kept_input = 0
 
     def _prefetch(self, position: int) -> None:
         if position >= 0 and id(self.chain[position]) not in self.gathered:
             group = self.on_its_way = self.chain[position]
-            self.hold(GATHERED, group.part_bytes + group.collected_bytes, GATHER_STREAM)
+            whole = group.gathered_bytes - group.rest_bytes if self.wrapping.is_flat else group.collected_bytes
+            self.hold(GATHERED, group.part_bytes + whole, GATHER_STREAM)
             self.note("gather ahead")
             self.hold(GATHERED, -group.part_bytes, GATHER_STREAM)
 
@@ -237,19 +265,48 @@ class _Step(MemoryWalk):
         if self.on_its_way is not group:
             self.hold(GATHERED, group.part_bytes + group.collected_bytes, GATHER_STREAM)
             self.hold(GATHERED, -group.part_bytes, GATHER_STREAM)
+        if not self.wrapping.is_flat or self.on_its_way is not group:
+            self.hold(GATHERED, group.gathered_bytes - group.rest_bytes, self.gather_stream)
         self.on_its_way = None
-        self.hold(GATHERED, group.gathered_bytes - group.rest_bytes)
         self.gathered.add(id(group))
         self.note(f"gather {name} again", ACTIVATIONS, work.output_bytes)
         self.hold(GATHERED, -group.collected_bytes, GATHER_STREAM)
 
     def _reduce(self, name: str, group: Group, before: int, is_first: bool) -> None:
-        self._release(group)
-        self.hold(REDUCE, group.summed_bytes - self.kept_input)
-        self.kept_input = group.summed_bytes
-        self.note(f"reduce {name}", ACTIVATIONS, before)
-        self.hold(GRADS, -self.grads_of.pop(id(group), 0))
+        grad_bytes = self.grads_of.pop(id(group), 0)
+        if self.wrapping.is_flat:
+            self._reduce_flat(name, group, before, grad_bytes)
+        else:
+            self._release(group)
+            self.hold(REDUCE, group.summed_bytes - self.kept_input)
+            self.kept_input = group.summed_bytes
+            self.note(f"reduce {name}", ACTIVATIONS, before)
+            self.hold(GRADS, -grad_bytes)
         self.hold(GRADS, group.grad_bytes, REDUCE_STREAM)
         if not is_first:
             self.note(f"add up {name}", ACTIVATIONS, before)
             self.hold(GRADS, -group.grad_bytes, REDUCE_STREAM)
+
+    def _reduce_flat(self, name: str, group: Group, before: int, grad_bytes: int) -> None:
+        """Gradients become one, which is cast to the reduce dtype and then reduced."""
+        self.hold(REDUCE, grad_bytes)
+        self.note(f"reduce {name}", ACTIVATIONS, before)
+        self.hold(GRADS, -grad_bytes)
+        self._release(group)
+        cast_bytes = group.summed_bytes if group.summed_bytes != grad_bytes else 0
+        self.hold(REDUCE, cast_bytes, REDUCE_STREAM)
+        self.note(f"reduce {name}", GRADS, group.grad_bytes)
+        self.hold(REDUCE, -cast_bytes, REDUCE_STREAM)
+        self.hold(REDUCE, -grad_bytes)
+
+
+def fsdp_copies(training: Training) -> Copies:
+    wrapping, formats = WRAPPINGS[training.engine], training.formats
+    compute, reduce = formats.compute.itemsize, formats.reduce.itemsize
+    is_foreach = wrapping.is_foreach and training.num_moments == MOMENTS["adamw"]
+    update = FOREACH_BYTES - reduce - 6 * formats.master.itemsize if is_foreach else 0
+    if wrapping.is_flat:  # gradients become one, which is cast
+        return Copies(0, 2 * compute + (compute + reduce if compute != reduce else 0), update)
+    # Parameters are copied out of the all-gather, and gradients into the reduce-scatter.
+    return Copies(2 * compute, compute + reduce, update)
+
