@@ -42,7 +42,7 @@ def test_gpus_from_words(text: str, count: int, name: str) -> None:
         ("V100", "there are V100-16GB and V100-32GB"),
         ("8xH1000", "unknown GPU 'H1000'; did you mean 'H100-80GB',"),
         ("8xA100-60GB", "unknown GPU 'A100-60GB'; did you mean 'A100-40GB', 'A100-80GB'"),
-        ("0xH100", "0 GPUs in '0xH100'; give a whole number from 1 to 1024"),
+        ("0xH100", "0 GPUs in '0xH100'; give a whole number from 1 to 100000"),
         ("-2xH100", "-2 GPUs in"),
         ("9.5xH100", "9.5 GPUs in"),
         ("", "names no GPU; write 8xH100-80GB"),

@@ -106,7 +106,8 @@ def plan(
         from ..report.table import show
 
         show(answer)
-        print(*noted(answer["notes"]), sep="\n", end="")
+        for line in noted(answer["notes"]):
+            print(line)
         if explain:
             print()
             print(explained(answer))

@@ -40,7 +40,7 @@ def compare(
     """Plan the model on each cluster. `asked`: the arguments of `sw.plan`. Recommended is the cheapest cluster if there
     are prices, else the fastest. A cluster that does not fit or cannot be planned has the reason in `why_not`."""
     rows = [_row(model, machine_of(cluster), num_tokens, prices, asked) for cluster in clusters]
-    if not any(row["facts"] for row in rows):
+    if not any("facts" in row for row in rows):
         raise ConfigurationError(rows[0]["why_not"] if rows else "--compare: name clusters: 8xH100,16xA100-80GB")
     fitting = [row for row in rows if row["fits"]]
     if not fitting:
@@ -95,9 +95,9 @@ def smallest(
     if at is None:
         most = row(len(machines) - 1, False)
         return _answer([most], None, _why_none(most, days, global_batch), asked, sizes)
-    rows, why = [row(at, False)], "the smallest that fits" if days is None else f"the smallest that takes {days:g} days"
+    rows, why = [row(at, False)], "the smallest that fits"
     if days is not None:
-        rows = [*([row(at - 1, False)] if at else []), *rows]
+        rows, why = [*([row(at - 1, False)] if at else []), *rows], f"the smallest that takes at most {days:g} days"
     elif rows[0]["host_bytes"] or rows[0]["disk_bytes"]:
         at = first(True, True)
         rows += [] if at is None else [row(at, True)]
@@ -117,7 +117,7 @@ def _row(
 ) -> Json:
     """Plan one cluster. `on_device`: accept only strategies without state on host or disk."""
     cluster, price = machine.cluster, price_for(machine.cluster.gpu, prices)
-    row: Json = {"cluster": cluster_as_json(machine), "facts": None, "fits": False, "price": price}
+    row: Json = {"cluster": cluster_as_json(machine), "fits": False, "price": price}
     try:
         precision = precision_for(cluster.gpu, asked.get("precision"))
         made = plan(model, machine, **{**asked, "search": False, "precision": precision})
@@ -125,7 +125,7 @@ def _row(
         return {**row, "why_not": str(error)}
     if isinstance(made, States):
         raise ConfigurationError("without the sizes of a model its time is not known: plan one cluster at a time")
-    row |= {"facts": dict(made.facts), "training": asdict(made.training)}
+    row |= {"facts": dict(made.facts), "training": asdict(made.training), "precision": precision}
     on_gpus = (entry for entry in made.found if entry.is_on_device and entry.is_exact)
     best = fastest(on_gpus) if on_device else made.recommended
     if best is None:
@@ -155,11 +155,10 @@ def _tokens_per_s(row: Json) -> float:
 def _answer(
     rows: list[Json], best: Json | None, why: str, asked: Mapping[str, Any], sizes: Sequence[Machine] = ()
 ) -> Json:
-    facts = [row.pop("facts") for row in rows]
-    batch, made = asked.get("global_batch"), next((row for row in rows if row.get("training")), None)
+    made: Json = next((row for row in rows if "facts" in row), {})
+    facts, own, batch = made.get("facts", {}), made.get("training", {}), asked.get("global_batch")
     notes = [] if asked.get("strategy") else ["only presets are compared; the plan of one cluster also tries mixtures"]
-    if batch is None and made is not None:
-        own = made["training"]
+    if batch is None and own:
         tokens = f"{own['micro_batch'] * own['num_micro_batches']} x {own['seq']:,} tokens"
         notes.append(f"each GPU gets {tokens} a step, so more GPUs take larger steps; --global-batch-size fixes them")
     counts = [machine.cluster.world_size for machine in sizes]
@@ -167,10 +166,15 @@ def _answer(
     if skipped:
         words = ", ".join(skipped[:5]) + (f" and {len(skipped) - 5:,} more" if len(skipped) > 5 else "")
         notes.append(f"skipped numbers of GPUs among which a global batch of {batch} does not divide: {words}")
-    model: Json = next(filter(None, facts), {})
-    notes += notes_for(model, max(row["cluster"]["world_size"] for row in rows))
-    at = next((index for index, row in enumerate(rows) if row is best), None)
-    return {"version": VERSION, "model": model, "clusters": rows, "recommended": at, "why": why, "notes": notes}
+    return {
+        "version": VERSION,
+        "model": facts,
+        "training": own and {**own, "checkpointing": asked.get("checkpointing", "auto")},
+        "clusters": [{key: row[key] for key in row if key not in ("facts", "training")} for row in rows],
+        "recommended": None if best is None else rows.index(best),
+        "why": why,
+        "notes": notes + notes_for(facts, max(row["cluster"]["world_size"] for row in rows)),
+    }
 
 
 def notes_for(facts: Mapping[str, object], num_gpus: int) -> list[str]:

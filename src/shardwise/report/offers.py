@@ -3,11 +3,10 @@
 import shutil
 
 from ..base.text import count
-from .plan_facts import Json, Plan, Strategy, amount, gigabytes, mapping, number, percent, rows, text_of, whole
+from .plan_facts import Json, Plan, Strategy, decimal, gigabytes, number, percent, rows, text_of, whole
 from .table import PLAIN, _laid_out, _over, _width, _wrapped
 
-# If a row is too wide, columns are dropped in this order.
-LEAST = ("tok/step", "with", "MFU", "tok/s/GPU", "GPU-hours")
+LEAST = ("tok/step", "with", "MFU", "tok/s/GPU", "GPU-hours")  # columns to drop if a row is too wide, in this order
 
 
 def show(answer: Json) -> None:
@@ -15,64 +14,49 @@ def show(answer: Json) -> None:
 
 
 def table(answer: Json, width: int = PLAIN) -> str:
-    found, why, at = rows(answer.get("clusters")), text_of(answer.get("why")), answer.get("recommended")
-    best = found[at] if isinstance(at, int) else None
-    verdict = f"{why[:1].upper()}{why[1:]}"
-    if best is not None:
-        verdict = f"Take {_name(best)}: " + "; ".join(filter(None, [costs(best), why]))
-    lines = [*_wrapped(verdict, ""), "", f"  {Plan(answer).model_words}", ""]
-    fitting = [row for row in found if row.get("fits")]
-    columns = _columns(fitting) if fitting else {}
+    found = [
+        Strategy({"name": row.get("cluster", {}).get("name"), **row}, Plan(row)) for row in rows(answer["clusters"])
+    ]
+    fitting, names = [s for s in found if s.fits], {s: text_of(s.row["cluster"]["name"]) for s in found}
+    best = None if answer["recommended"] is None else found[answer["recommended"]]
+    words = "; ".join(filter(None, [best.costs, answer["why"]])) if best else answer["why"]
+    plan = Plan(answer)
+    lines = [*_wrapped(f"Take {names[best]}: {words}" if best else f"Nothing to take: {words}", ""), ""]
+    lines += [*_wrapped("; ".join(filter(None, [plan.model_words, plan.training_words])), "  "), ""]
+    columns = _columns(fitting, names)
     for least in LEAST:
         if columns and _over(columns, width - 2) > 0:
             columns.pop(least, None)
     widths = {title: _width(title, cells) for title, cells in columns.items()}
-    lines += [f"  {_laid_out({title: title for title in columns}, widths)}"] if fitting else []
-    for index, row in enumerate(fitting):
+    lines += [f"  {_laid_out({title: title for title in columns}, widths)}"] if columns else []
+    for index, strategy in enumerate(fitting):
         text = _laid_out({title: cells[index] for title, cells in columns.items()}, widths)
-        lines.append(f"{'>' if row is best else ' '} {text}"[:width])
-    for row in found:
-        lines += [] if row.get("fits") else _wrapped(text_of(row.get("why_not")), f"  {_name(row)}: ", indent=4)
-    return "\n".join([*lines, *noted(answer.get("notes"))])
+        lines.append(f"{'>' if strategy is best else ' '} {text}"[:width])
+    for strategy in found:
+        why = text_of(strategy.row.get("why_not"))
+        lines += [] if strategy.fits else _wrapped(why, f"  {names[strategy]}: ", indent=4)
+    return "\n".join([*lines, *noted(answer["notes"])])
 
 
-def noted(notes: object) -> list[str]:
+def noted(notes: list[str]) -> list[str]:
     """Return lines with notes, after an empty line."""
-    found = [_wrapped(text_of(note), "  note: ") for note in notes] if isinstance(notes, list) else []
-    return [line for index, lines in enumerate(found) for line in [""][index:] + lines]
+    return [line for index, note in enumerate(notes) for line in [""][index:] + _wrapped(text_of(note), "  note: ")]
 
 
-def costs(row: Json) -> str:
-    """Return days, GPU-hours and dollars of a training in words; empty if they are not known."""
-    words = {"days": "{} days", "gpu_hours": "{} GPU-hours", "dollars": "${}"}
-    return ", ".join(text.format(_number(row[name])) for name, text in words.items() if row.get(name) is not None)
-
-
-def _name(row: Json) -> str:
-    return text_of(mapping(row.get("cluster")).get("name"))
-
-
-def _columns(found: list[Json]) -> dict[str, list[str]]:
-    strategies = [Strategy(row, Plan({"cluster": row.get("cluster")})) for row in found]
-    num_gpus = [amount(row, "cluster", "world_size") for row in found]
-    memory = [f" of {amount(row, 'cluster', 'gpu', 'memory_bytes') / 1e9:.0f}" for row in found]
-    costs = {"days": "days", "GPU-hours": "gpu_hours", "dollars": "dollars"}
+def _columns(found: list[Strategy], names: dict[Strategy, str]) -> dict[str, list[str]]:
+    of = [f" of {s.amount('cluster', 'gpu', 'memory_bytes') / 1e9:.0f}" for s in found]
     columns = {
-        "cluster": [_name(row) for row in found],
-        "strategy": [s.name for s in strategies],
-        "with": [", ".join(filter(None, (s.micro, s.checkpointing))) for s in strategies],
-        "fits": ["tight" if s.is_tight else "yes" for s in strategies],
-        "GB per GPU": [f"{gigabytes(s.needed)}{of}" for s, of in zip(strategies, memory, strict=True)],
-        "tok/s": [whole((s.speed or 0) * num) for s, num in zip(strategies, num_gpus, strict=True)],
-        "tok/s/GPU": [whole(s.speed) for s in strategies],
-        "MFU": [percent(s.mfu) for s in strategies],
-        "tok/step": [count(amount(row, "tokens_per_step")) for row in found],
-    } | {title: [_number(row.get(name)) for row in found] for title, name in costs.items()}
-    return {title: cells for title, cells in columns.items() if set(cells) != {"-"}}
-
-
-def _number(value: object) -> str:
-    known = number(value)
-    if known is None:
-        return "-"
-    return f"{known:,.0f}" if known >= 9.95 else f"{known:.1f}" if known >= 0.095 else f"{known:.1g}"
+        "cluster": [names[s] for s in found],
+        "strategy": [s.name for s in found],
+        "with": [", ".join(filter(None, (s.micro, s.checkpointing))) for s in found],
+        "fits": ["tight" if s.is_tight else "yes" for s in found],
+        "GB per GPU": [f"{gigabytes(s.needed)}{words}" for s, words in zip(found, of, strict=True)],
+        "tok/s": [whole((s.speed or 0) * s.amount("cluster", "world_size")) for s in found],
+        "tok/s/GPU": [whole(s.speed) for s in found],
+        "MFU": [percent(s.mfu) for s in found],
+        "tok/step": [count(s.amount("tokens_per_step")) for s in found],
+        "days": [decimal(number(s.row.get("days"))) for s in found],
+        "GPU-hours": [decimal(number(s.row.get("gpu_hours"))) for s in found],
+        "dollars": [decimal(number(s.row.get("dollars"))) for s in found],
+    }
+    return {title: cells for title, cells in columns.items() if set(cells) - {"-"}}
