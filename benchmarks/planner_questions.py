@@ -38,18 +38,18 @@ LONG = f"100e9 * {SPEED}"
 
 QUESTIONS = (
     Question("Does full fine-tuning of 70B fit on 8 x H100-80GB?", "llama-3-70b --gpus 8xH100-80GB --seq 4096",
-             "not on the GPUs alone: {value:.0f} GB of states on each, of 85 GB; with `{best}`",
+             "not on the GPUs alone: {value:.0f} GB of states on each, of 85 GB; with {best}",
              "states('zero3')", "16 * P / 8 / 1e9 + 2 * 128256 * 8192 / 1e9", 0.01),
     Question("How many H100 does it need without offload?", "llama-3-70b --gpus 8xH100-80GB --seq 4096 --fit",
              "{value:.0f} GPUs", "best['cluster']['world_size']", "8 * math.ceil(16 * P / (85 - 20) / 1e9 / 8)", 0),
     Question("And 405B on 16 nodes of 8 x H200?", "llama-3.1-405b --gpus 128xH200-141GB --seq 4096",
-             "yes, with `{best}`: {value:.0f} GB of states on each, of 150 GB",
+             "yes, with {best}: {value:.0f} GB of states on each, of 150 GB",
              "states('zero3')", "16 * P / 128 / 1e9 + 2 * 128256 * 16384 / 1e9", 0.01),
     Question("LoRA or QLoRA of 70B on 2 x 24 GB?", "llama-3-70b --lora 16 --gpus 2xRTX-4090 --seq 1024",
              "not on the GPUs alone: {value:.0f} GB of weights on each, of 25 GB (4 bits would be 18 GB, and are not "
-             "planned); with `{best}`", "size('zero3', 'params')", "2 * P / 2 / 1e9", 0.01),
+             "planned); with {best}", "size('zero3', 'params')", "2 * P / 2 / 1e9", 0.01),
     Question("LoRA of 70B on 8 x H100-80GB?", "llama-3-70b --lora 16 --gpus 8xH100-80GB --seq 2048",
-             "yes, with `{best}`: {value:.1f} GB of weights on each",
+             "yes, with {best}: {value:.1f} GB of weights on each",
              "size('zero3', 'params')", "2 * P / 8 / 1e9", 0.01),
     Question("ZeRO-2 for 13B on 8 x A100-40GB?", "llama-2-13b --gpus 8xA100-40GB --seq 2048",
              "no: {value:.0f} GB of states on each, of 42 GB", "states('zero2')", "(2 + 16 / 8) * P / 1e9", 0.01),
@@ -63,7 +63,7 @@ QUESTIONS = (
              "{value:.2f} GB on each, masters included", "size('zero3', 'optimizer')",
              "(4 + 2 * (1 + 4 / 256)) * P / 8 / 1e9", 0.01),
     Question("Full fine-tuning of Mixtral 8x7B on 16 H100-80GB?", "mixtral-8x7b --gpus 16xH100-80GB --seq 2048",
-             "with `{best}`: {value:.0f} GB of states on each", "states('zero3')",
+             "with {best}: {value:.0f} GB of states on each", "states('zero3')",
              "16 * P / 16 / 1e9 + 2 * 2 * 8 * 3 * 4096 * 14336 / 1e9", 0.01),
     Question("What do logits cost with the usual cross-entropy, 8B with 8192 tokens?",
              "llama-3-8b --gpus 8xH100-80GB --seq 8192 --loss plain --strategy zero3",
@@ -81,7 +81,7 @@ QUESTIONS = (
              "llama-3-8b --gpus 8xH100-80GB --strategy zero2_offload --speculation 0", "{value:.0f} GB in a node",
              "best['host_bytes'] / 1e9", "(4 + 8 + 4 + 2) * P / 1e9", 0.05),
     Question("How long do 100B tokens take for 8B on 64 H100?",
-             "llama-3-8b --gpus 64xH100-80GB --seq 4096 --tokens 100B", "{value:.1f} days with `{best}`",
+             "llama-3-8b --gpus 64xH100-80GB --seq 4096 --tokens 100B", "{value:.1f} days with {best}",
              "best['days']", f"{LONG} / (64 * 0.4 * 989.5e12) / 86400", 0.2),
     Question("And at $2.5 per GPU-hour?", "llama-3-8b --gpus 64xH100-80GB --seq 4096 --tokens 100B --price 2.5",
              "${value:,.0f}", "best['dollars']", f"{LONG} / (0.4 * 989.5e12) / 3600 * 2.5", 0.2),
@@ -120,7 +120,7 @@ def checked(question: Question) -> tuple[str, float, float]:
         "sent": lambda name, wire: rows[name]["traffic_bytes"][wire] / 1e9,
     }  # fmt: skip
     value, hand = (float(eval(text, names)) for text in question[3:5])  # noqa: S307 (written above)
-    return question.answer.format(value=value, best=best["name"]), value, hand
+    return question.answer.format(value=value, best=best.get("label", best["name"])), value, hand
 
 
 def table() -> Iterator[str]:

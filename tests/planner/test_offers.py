@@ -142,7 +142,7 @@ def test_sizes_that_do_not_divide_the_global_batch_are_skipped_and_named() -> No
 
 
 @pytest.mark.parametrize(
-    ("asked", "why"), [({"global_batch": 64, "days": 1}, "64 GPUs"), ({"days": 0.001}, "8,192 GPUs")]
+    ("asked", "why"), [({"global_batch": 64, "days": 1}, "8 x 8 x H100"), ({"days": 0.001}, "1024 x 8 x H100")]
 )
 def test_not_even_the_largest_is_enough(asked: dict[str, Any], why: str) -> None:
     answer = smallest("llama-3-8b", "8xH100", num_tokens=100e9, **asked, **SMALL)
@@ -185,6 +185,8 @@ TOKENS = ("--tokens", "1B")
         (("--gpus", "8xH100", "--price", "-1", *TOKENS), "--price"),
         (("--gpus", "8xH100", "--price", "A100-80GB=2", *TOKENS), "no price for H100-80GB"),
         (("--gpus", "8xH100", "--price", "2,3", *TOKENS), "--price"),
+        (("--gpus", "8xH100", "--price", "H100=2,H100-80GB=3", *TOKENS), "--price"),
+        (("--fit", "--gpus", "8xH100", "--optimizer", "adamm"), "did you mean 'adamw'"),
         (("--compare", "8xV100-32GB,8xT4", "--precision", "bf16"), "bf16"),
     ],
 )

@@ -65,6 +65,8 @@ def plan(
         raise ConfigurationError(f"--price {price}: give --tokens, the length of the training, too")
     words = {"network": network, "intra": intra, "pcie": pcie, "memory": gpu_memory, "host_memory": host_memory,
              "disk": disk}  # fmt: skip
+    if (fit or days is not None) and gpus is not None and not gpus.strip()[:1].isdigit():
+        gpus = f"8x{gpus}"  # a name alone, here for the largest node to use, is a usual node
     subject, machines = _answers(
         lambda: _subject(model, shape), lambda: _machines(compare, gpus, nodes, hardware, words)
     )
@@ -152,16 +154,15 @@ def _machines(
     from ..planner.hardware.gpus import IDEAL, REAL
     from ..planner.planning import machine_of
 
-    if hardware is None or compare is not None:
-        names = [compare, gpus, hardware]
-        if sum(name is not None for name in names) > 1:
-            raise ConfigurationError("--compare names all clusters: leave out --gpus and --hardware")
-        if compare is None and gpus is None:
+    given = {"--compare": compare, "--gpus": gpus, "--hardware": hardware}
+    flags = [f"{flag} {word}" for flag, word in given.items() if word is not None]
+    if len(flags) > 1:
+        raise ConfigurationError(f"{' with '.join(flags)}: give one of them")
+    if hardware is None:
+        if not flags:
             raise ConfigurationError("give --gpus 8xH100-80GB, or --hardware with a measured file")
-        given = [gpus] if compare is None else compare.split(",")
-        return [machine_of(make_cluster(name or "", nodes, **words)) for name in given]
-    if gpus is not None:
-        raise ConfigurationError(f"--gpus {gpus} with --hardware {hardware}: give one of them")
+        names = [gpus or ""] if compare is None else compare.split(",")
+        return [machine_of(make_cluster(name, nodes, **words)) for name in names]
     measured = read_measured(MEASURED if hardware == "measured" else hardware)
     own = [name for name, value in words.items() if value is not None and name != "network"]
     if own:
@@ -178,9 +179,10 @@ def _prices(text: str) -> "float | dict[str, float]":
     found = {}
     for name, _, word in (pair.rpartition("=") for pair in text.split(",")):
         value = quantity(word.strip().removeprefix("$"), {"": 1})
-        if value is None or not 0 < value < 1e6 or (not name and "," in text):
-            raise ConfigurationError(f"--price: {text!r} is no price; write 2.5, or H100=2.5,A100-80GB=1.6")
-        found[gpu_named(name, "--price").name if name else ""] = value
+        gpu = gpu_named(name, "--price").name if name else ""
+        if value is None or not 0 < value < 1e6 or (not name and "," in text) or gpu in found:
+            raise ConfigurationError(f"--price: {text!r}: write 2.5, or each GPU once, as in H100=2.5,A100-80GB=1.6")
+        found[gpu] = value
     return found.get("", found)
 
 

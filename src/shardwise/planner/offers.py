@@ -9,23 +9,24 @@ from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import cache
+from operator import itemgetter
 from typing import Any
 
 from ..base.errors import ConfigurationError
-from ..base.text import plural
 from ..core.layout import MOST_SPLIT
 from ..version import VERSION
 from .assess import Machine
 from .hardware.cluster import Cluster
 from .hardware.gpus import Gpu
 from .plan_json import Json, cluster_as_json, strategy_as_json
-from .planning import MOST_NODES, machine_of, plan
+from .planning import machine_of, plan
 from .search import fastest
 from .states import States
 from .subject import Planned
 
 Prices = float | Mapping[str, float]  # dollars per GPU-hour: of every GPU, or by name
 TIE_OF_PRICES = 0.05  # of clusters whose dollars differ by at most this fraction, the fastest is taken
+MOST_NODES = 1024  # maximum number of nodes that `smallest` tries
 MANY_GPUS = 512  # beyond this size, most trainings of others also use tensor or pipeline parallelism
 
 
@@ -45,15 +46,16 @@ def compare(
     fitting = [row for row in rows if row["fits"]]
     if not fitting:
         return _answer(rows, None, "nothing fits on any of them", asked)
-    best = fast = max(fitting, key=_tokens_per_s)
+    speed = itemgetter("tokens_per_second")
+    best = fast = max(fitting, key=speed)
     why = "the fastest"
     if prices is not None and num_tokens is not None:
         least = min(row["dollars"] for row in fitting)
         cheap = [row for row in fitting if row["dollars"] <= least * (1 + TIE_OF_PRICES)]
-        best = max(cheap, key=_tokens_per_s)
+        best = max(cheap, key=speed)
         why = "the cheapest" if len(cheap) == 1 else f"the fastest of those within {TIE_OF_PRICES:.0%} of the cheapest"
     if best is not fast:
-        why += f"; {fast['cluster']['name']} is {_tokens_per_s(fast) / _tokens_per_s(best):.2f}x as fast"
+        why += f"; {fast['cluster']['name']} is {speed(fast) / speed(best):.2f}x as fast"
     return _answer(rows, best, why, asked)
 
 
@@ -81,28 +83,33 @@ def smallest(
 
     @cache
     def row(at: int, on_device: bool, is_quick: bool = False) -> Json:
-        return _row(model, machines[at], num_tokens, prices, quick if is_quick else asked, on_device)
-
-    def meets(found: Json) -> bool:
-        return bool(found["fits"]) and (days is None or found["days"] <= days)
+        found = _row(model, machines[at], num_tokens, prices, quick if is_quick else asked, on_device)
+        if "facts" not in found:  # no size can be planned
+            raise ConfigurationError(found["why_not"])
+        return found
 
     def first(on_device: bool, is_quick: bool) -> int | None:
-        return _first(
-            len(machines), lambda at: meets(row(at, on_device, is_quick)), lambda at: meets(row(at, on_device))
-        )
+        def meets(at: int, is_quick: bool = False) -> bool:
+            found = row(at, on_device, is_quick)
+            return bool(found["fits"]) and (days is None or found["days"] <= days)
+
+        return _first(len(machines), lambda at: meets(at, is_quick), meets)
 
     at = first(False, days is not None)
     if at is None:
-        most = row(len(machines) - 1, False)
-        return _answer([most], None, _why_none(most, days, global_batch), asked, sizes)
+        rows, most = [row(len(machines) - 1, False)], machines[-1].cluster
+        why = f"not even {most} is enough: "
+        why += f"it takes {rows[0]['days']:,.3g} days, not {days:g}" if rows[0]["fits"] else rows[0]["why_not"]
+        if most.num_nodes < MOST_NODES:
+            why += f"; more GPUs do not divide a global batch of {global_batch} sequences: give a larger one"
+        return _answer(rows, None, why, asked, sizes)
     rows, why = [row(at, False)], "the smallest that fits"
     if days is not None:
         rows, why = [*([row(at - 1, False)] if at else []), *rows], f"the smallest that takes at most {days:g} days"
     elif rows[0]["host_bytes"] or rows[0]["disk_bytes"]:
-        at = first(True, True)
-        rows += [] if at is None else [row(at, True)]
         why += " with state on host or disk; without, not even the largest does"
-        if at is not None:
+        if (at := first(True, True)) is not None:
+            rows.append(row(at, True))
             why = f"the smallest that fits without state on host or disk; with it, {rows[0]['cluster']['name']} does"
     return _answer(rows, rows[-1], why, asked, sizes)
 
@@ -132,6 +139,7 @@ def _row(
         return {**row, "why_not": made.why}
     row |= strategy_as_json(best, made, num_tokens)
     row["tokens_per_step"] = best.training.num_tokens * best.training.num_micro_batches * cluster.world_size
+    row["tokens_per_second"] = best.tokens_per_s * cluster.world_size
     return row | _costs(row, cluster.world_size, price)
 
 
@@ -148,22 +156,17 @@ def _costs(row: Json, num_gpus: int, price: float | None) -> Json:
     return {"gpu_hours": hours, "dollars": None if hours is None or price is None else hours * price}
 
 
-def _tokens_per_s(row: Json) -> float:
-    return float(row["tokens_per_second_per_gpu"] * row["cluster"]["world_size"])
-
-
 def _answer(
     rows: list[Json], best: Json | None, why: str, asked: Mapping[str, Any], sizes: Sequence[Machine] = ()
 ) -> Json:
     made: Json = next((row for row in rows if "facts" in row), {})
     facts, own, batch = made.get("facts", {}), made.get("training", {}), asked.get("global_batch")
     notes = [] if asked.get("strategy") else ["only presets are compared; the plan of one cluster also tries mixtures"]
-    if batch is None and own:
+    if batch is None and len({row["cluster"]["world_size"] for row in rows}) > 1:
         tokens = f"{own['micro_batch'] * own['num_micro_batches']} x {own['seq']:,} tokens"
         notes.append(f"each GPU gets {tokens} a step, so more GPUs take larger steps; --global-batch-size fixes them")
     counts = [machine.cluster.world_size for machine in sizes]
-    skipped = [f"{size:,}" for size in counts if batch is not None and batch % size and size < batch]
-    if skipped:
+    if skipped := [f"{size:,}" for size in counts if batch is not None and batch % size and size < batch]:
         words = ", ".join(skipped[:5]) + (f" and {len(skipped) - 5:,} more" if len(skipped) > 5 else "")
         notes.append(f"skipped numbers of GPUs among which a global batch of {batch} does not divide: {words}")
     return {
@@ -208,21 +211,10 @@ def _sizes(machine: Machine) -> list[Machine]:
     parts = [1 << power for power in range(node_size.bit_length()) if 1 << power < node_size]
     found = [replace(cluster, num_nodes=num) for num in range(1, MOST_NODES + 1)]
     for size in reversed(parts):
-        part = replace(found[0], node_size=size, host_bytes=cluster.host_bytes * size // node_size)
-        part = replace(part, disk_bytes=cluster.disk_bytes * size // node_size)
-        speed = cluster.host_adam_elems_per_s * size / node_size
-        found.insert(0, replace(part, host_adam_elems_per_s=speed))
+        host_bytes, disk_bytes = (whole * size // node_size for whole in (cluster.host_bytes, cluster.disk_bytes))
+        part = replace(found[0], node_size=size, host_bytes=host_bytes, disk_bytes=disk_bytes)
+        found.insert(0, replace(part, host_adam_elems_per_s=cluster.host_adam_elems_per_s * size / node_size))
     return [replace(machine, cluster=made) for made in found]
-
-
-def _why_none(most: Json, days: float | None, global_batch: int | None) -> str:
-    """Say why not even the largest cluster is enough."""
-    cluster = most["cluster"]
-    why = f"not even {plural(cluster['world_size'], 'GPU')} ({plural(cluster['num_nodes'], 'node')}) are enough: "
-    why += f"they take {most['days']:,.3g} days, not {days:g}" if most["fits"] else most["why_not"]
-    if global_batch is not None and cluster["num_nodes"] < MOST_NODES:
-        why += f"; more do not divide a global batch of {global_batch} sequences: give a larger one"
-    return why
 
 
 def price_for(gpu: Gpu, prices: Prices | None) -> float | None:

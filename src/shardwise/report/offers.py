@@ -6,7 +6,8 @@ from ..base.text import count
 from .plan_facts import Json, Plan, Strategy, decimal, gigabytes, number, percent, rows, text_of, whole
 from .table import PLAIN, _laid_out, _over, _width, _wrapped
 
-LEAST = ("tok/step", "with", "MFU", "tok/s/GPU", "GPU-hours")  # columns to drop if a row is too wide, in this order
+# If a row is too wide, columns are dropped in this order.
+LEAST = ("tok/step", "with", "MFU", "tok/s/GPU", "GPU-hours", "fits", "tok/s", "strategy")
 
 
 def show(answer: Json) -> None:
@@ -51,7 +52,7 @@ def _columns(found: list[Strategy], names: dict[Strategy, str]) -> dict[str, lis
         "with": [", ".join(filter(None, (s.micro, s.checkpointing))) for s in found],
         "fits": ["tight" if s.is_tight else "yes" for s in found],
         "GB per GPU": [f"{gigabytes(s.needed)}{words}" for s, words in zip(found, of, strict=True)],
-        "tok/s": [whole((s.speed or 0) * s.amount("cluster", "world_size")) for s in found],
+        "tok/s": [whole(s.amount("tokens_per_second")) for s in found],
         "tok/s/GPU": [whole(s.speed) for s in found],
         "MFU": [percent(s.mfu) for s in found],
         "tok/step": [count(s.amount("tokens_per_step")) for s in found],
