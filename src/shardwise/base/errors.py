@@ -123,7 +123,7 @@ def nearest_names(word: str, known: Iterable[str]) -> str:
     names = sorted(known)
     near = [name for name in sorted(names, key=likeness, reverse=True)[:3] if likeness(name) > 0.4]
     *first, last = map(repr, near or [""])
-    return f"did you mean {', '.join(first)}{' or ' * bool(first)}{last}?" if near else f"known: {', '.join(names)}"
+    return f"did you mean {', '.join(first)}{' or ' * bool(first)}{last}?" if near else f"known: {', '.join(names)}."
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

@@ -15,9 +15,7 @@ def show(answer: Json) -> None:
 
 
 def table(answer: Json, width: int = PLAIN) -> str:
-    found = [
-        Strategy({"name": row.get("cluster", {}).get("name"), **row}, Plan(row)) for row in rows(answer["clusters"])
-    ]
+    found = [Strategy(row, Plan(row)) for row in rows(answer["clusters"])]
     fitting, names = [s for s in found if s.fits], {s: text_of(s.row["cluster"]["name"]) for s in found}
     best = None if answer["recommended"] is None else found[answer["recommended"]]
     words = "; ".join(filter(None, [best.costs, answer["why"]])) if best else answer["why"]

@@ -158,16 +158,15 @@ _BY_LETTERS |= {alias: GPUS[name] for alias, name in DATA["aliases"].items()}
 
 def gpu_named(name: str, flag: str = "--gpus") -> Gpu:
     """Look up a GPU: `H100-80GB`, `h100`, `RTX 4090`, `A100-SXM4-80GB`. Only letters and digits count."""
-    letters = re.sub(r"sxm\d?|^(nvidia|amd|tesla|geforce)+", "", letters_of(name))
+    letters = re.sub(r"^(nvidia|amd|tesla|geforce)+", "", letters_of(re.sub(r"sxm\d?", "", name.lower())))
     if letters in _BY_LETTERS:
         return _BY_LETTERS[letters]
     sizes = [known for known in GPUS if letters and re.fullmatch(rf"{letters}\d+gb", known.lower().replace("-", ""))]
     if len(sizes) > 1:
         raise ConfigurationError(f"{flag}: there are {' and '.join(sizes)}: say which {name!r} it is")
     raise ConfigurationError(
-        f"{flag}: unknown GPU {name!r}; {nearest_names(name, [*GPUS, *DATA['instances']])} For another one take "
-        f"the nearest with "
-        "--gpu-memory, or measure it (shardwise doctor --measure)"
+        f"{flag}: unknown GPU {name!r}; {nearest_names(name, [*GPUS, *DATA['instances']])} For another one take the "
+        "nearest with --gpu-memory, or measure it (shardwise doctor --measure)"
     )
 
 
