@@ -19,7 +19,7 @@ from tests.architecture.source import PACKAGE, trees
 # the first gathers of a step wait for the updates of their own units, and engine and planner share the choice of spare
 # memory. Plans of several clusters: comparison, the smallest that is fast enough, prices, instances of clouds
 # (planner/offers.py, report/offers.py).
-MAX_LINES = {"core/": 10_280, "": 41_017}
+MAX_LINES = {"core/": 10_280, "": 41_021}
 MAX_FILES = 221
 MAX_FILE_LINES = 500
 MIN_FILE_LINES = 40

@@ -153,7 +153,8 @@ def test_not_even_the_largest_is_enough(asked: dict[str, Any], why: str) -> None
 def test_notes_say_what_is_not_modelled(plan: Answer) -> None:
     assert any("expert" in note for note in plan("mixtral-8x7b", "--gpus", "8xH200")["notes"])
     assert any("tensor" in note for note in plan("llama-3-8b", "--gpus", "1024xH100")["notes"])
-    assert plan("llama-3-8b", "--gpus", "8xH100")["notes"] == []
+    assert any("usual 8" in note for note in plan("llama-3-8b", "--gpus", "16xH100", "--nodes", "2")["notes"])
+    assert plan("llama-3-8b", "--gpus", "16xH100")["notes"] == []
 
 
 def test_a_plan_has_its_costs(plan: Answer) -> None:
@@ -180,6 +181,7 @@ TOKENS = ("--tokens", "1B")
         (("--fit",), "give --gpus"),
         (("--days", "14", "--gpus", "8xH100"), "--tokens"),
         (("--days", "-1", "--gpus", "8xH100", *TOKENS), "above 0"),
+        (("--gpus", "8xH100,8xH200"), "--compare"),
         (("--gpus", "8xH100", "--price", "2.5"), "--tokens"),
         (("--gpus", "8xH100", "--price", "free", *TOKENS), "--price"),
         (("--gpus", "8xH100", "--price", "-1", *TOKENS), "--price"),

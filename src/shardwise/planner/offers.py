@@ -16,7 +16,7 @@ from ..base.errors import ConfigurationError
 from ..core.layout import MOST_SPLIT
 from ..version import VERSION
 from .assess import Machine
-from .hardware.cluster import Cluster
+from .hardware.cluster import Cluster, usual_node
 from .hardware.gpus import Gpu
 from .plan_json import Json, cluster_as_json, strategy_as_json
 from .planning import machine_of, plan
@@ -145,10 +145,12 @@ def _row(
 
 def add_costs(answer: Json, price: float | None) -> None:
     """Add to a plan in JSON GPU-hours and dollars of the strategies whose days are known, and notes."""
-    num_gpus = answer["cluster"]["world_size"]
+    num_gpus, node_size = answer["cluster"]["world_size"], answer["cluster"]["node_size"]
     for row in answer["strategies"]:
         row |= _costs(row, num_gpus, price)
     answer["notes"] = notes_for(answer["model"], num_gpus)
+    if node_size > (usual := usual_node(answer["cluster"]["gpu"]["name"])):
+        answer["notes"].append(f"one node has {node_size} GPUs, more than the usual {usual}: all share its fast links")
 
 
 def _costs(row: Json, num_gpus: int, price: float | None) -> Json:

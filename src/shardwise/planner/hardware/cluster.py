@@ -111,8 +111,11 @@ EXAMPLE = "8xH100-80GB"
 NETWORKS: dict[str, tuple[float, float, float, bool]] = DATA["networks"]
 _COUNT = re.compile(r"([+-]?\d[\d.,]*)\s*[x*]\s*(\S.*)", re.IGNORECASE)
 _INSTANCES: dict[str, tuple[str, str, str]] = {letters_of(name): row for name, row in DATA["instances"].items()}
-USUAL_NODE = 8  # GPUs of a server
-_NODES: dict[str, int] = DATA["GPUs of a node"]  # of others
+
+
+def usual_node(gpu_name: str) -> int:
+    """The number of GPUs that usually share NVLink or a host: 8 in a server, 72 in a rack of GB200."""
+    return int(DATA["GPUs of a node"].get(gpu_name, 8))
 
 
 def parse_gpus(text: str) -> tuple[int, Gpu]:
@@ -156,7 +159,7 @@ def make_cluster(
         nodes = count if nodes is None else nodes
         network, host_memory = network or usual, host_memory or host
     node_size, gpu = parse_gpus(gpus)
-    most = _NODES.get(gpu.name, USUAL_NODE)
+    most = usual_node(gpu.name)
     if nodes is None and node_size > most:
         if node_size % most:
             raise ConfigurationError(
