@@ -114,6 +114,7 @@ def test_what_does_not_fit_has_a_reason_and_precision_follows_the_gpu() -> None:
     assert all(row["why_not"] and not row["fits"] for row in answer["clusters"])
     answer = compare("gpt2", ["T4", "RTX-4090"], **SMALL)
     assert [row["precision"] for row in answer["clusters"]] == ["fp16", "bf16"]
+    assert answer["training"]["precision"] == "bf16"  # of the cluster that is taken
 
 
 def test_smallest_is_the_first_size_that_is_fast_enough() -> None:

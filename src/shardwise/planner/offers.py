@@ -161,7 +161,7 @@ def _costs(row: Json, num_gpus: int, price: float | None) -> Json:
 def _answer(
     rows: list[Json], best: Json | None, why: str, asked: Mapping[str, Any], sizes: Sequence[Machine] = ()
 ) -> Json:
-    made: Json = next((row for row in rows if "facts" in row), {})
+    made: Json = best or next((row for row in rows if "facts" in row), {})
     facts, own, batch = made.get("facts", {}), made.get("training", {}), asked.get("global_batch")
     notes = [] if asked.get("strategy") else ["only presets are compared; the plan of one cluster also tries mixtures"]
     if batch is None and len({row["cluster"]["world_size"] for row in rows}) > 1:
