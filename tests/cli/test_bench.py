@@ -95,7 +95,7 @@ def test_real_ranks_may_play_nodes(ask: Any) -> None:
         ("""--strategies '{"layers.*":"zero2","*":"zero3"}'""", "'layers.*' matches no unit"),
         ("--peers fsdp22", "unknown peer 'fsdp22'; did you mean 'fsdp2'?"),
         ("--peers '' --strategies ''", "nothing to measure"),
-        ("--shape llama-3-9b", "did you mean 'llama-3-8b'?"),
+        ("--shape llama-3-9b", "did you mean 'llama-3-8b'"),
         ("--tokens 1k", "--tokens: '1k' is not a whole number"),
         ("--fabric 2by8", "fabric '2by8': '2by8' is no shape"),
         ("--links 400", "--links 400 sets the speed of an emulated fabric"),

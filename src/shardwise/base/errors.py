@@ -110,6 +110,22 @@ def nearest(word: str, known: Iterable[str]) -> str | None:
     return next(iter(begun or difflib.get_close_matches(word, names, n=1, cutoff=alike)), None)
 
 
+def nearest_names(word: str, known: Iterable[str]) -> str:
+    """Return a hint for an unknown name of which there are many, such as a model: the three nearest, or all names if
+    none is near. Only letters and digits count, the first ones most."""
+
+    def likeness(name: str) -> float:
+        own, other = ("".join(filter(str.isalnum, text.lower())) for text in (word, name))
+        match = difflib.SequenceMatcher(None, own, other)
+        begin = next((same.size for same in match.get_matching_blocks() if same.a == same.b == 0), 0)
+        return max(begin / (len(own) + len(other) or 1) + match.ratio() / 2, match.ratio() * 0.7)
+
+    names = sorted(known)
+    near = [name for name in sorted(names, key=likeness, reverse=True)[:3] if likeness(name) > 0.4]
+    *first, last = map(repr, near or [""])
+    return f"did you mean {', '.join(first)}{' or ' * bool(first)}{last}?" if near else f"known: {', '.join(names)}."
+
+
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """Return a hint for an unknown word: the nearest known word, if there is one, and the list of all known words."""
     names = sorted(known)

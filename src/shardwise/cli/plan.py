@@ -1,6 +1,7 @@
 """`shardwise plan`: what fits, what it costs and which strategy to use, before anything runs. Needs no torch."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +22,7 @@ def plan(
     shape: str | None = None,
     lora: str | None = None,
     gpus: str | None = None,
-    nodes: int = 1,
+    nodes: int | None = None,
     hardware: str | None = None,
     network: str | None = None,
     intra: str | None = None,
@@ -46,56 +47,73 @@ def plan(
     strategy: str | None = None,
     search: bool = True,
     tokens: str | None = None,
+    price: str | None = None,
+    compare: str | None = None,
+    fit: bool = False,
+    days: float | None = None,
     explain: bool = False,
     as_json: bool = False,
     html: Path | None = None,
     require_fit: bool = False,
 ) -> None:
+    from ..planner import offers
     from ..planner.plan_json import plan_as_json
     from ..planner.planning import plan as make_plan
-    from ..planner.shapes.names import parse_shape
+    from ..report.offers import noted
+    from ..report.offers import show as show_offers
 
-    if (model is None) == (shape is None):
-        raise ConfigurationError("give a model or --shape" + ("" if model is None else ", not both"))
-    machine = _machine(
-        gpus, nodes, hardware,
-        {"network": network, "intra": intra, "pcie": pcie, "memory": gpu_memory, "host_memory": host_memory,
-         "disk": disk},
-    )  # fmt: skip
-    gpu = machine.cluster.gpu
-    if precision is not None and "bf16" in precision and not gpu.has_bf16:
-        raise ConfigurationError(
-            f"--precision: {precision}, but a {gpu.name} does not compute in bf16; use fp16 or fp32"
-        )
-    given = {"seq": seq, "micro_batch": micro_batch, "num_micro_batches": accumulation}
-    sizes: dict[str, Any] = {name: size for name, size in given.items() if size is not None}
-    made = make_plan(
-        parse_shape(shape) if shape is not None else model or "",
-        machine,
-        strategy=_strategy(strategy),
-        checkpointing=checkpointing,
-        global_batch=global_batch_size,
-        search=search,
-        **sizes,
-        precision=precision or ("bf16" if gpu.has_bf16 else "fp16"),
-        reduce=reduce_dtype,
-        optimizer=optimizer,
-        lora=None if lora is None else _lora(lora),
-        compile=compiled,
-        loss=loss,
-        variable_length=variable_length,
-        engine=engine,
-        code=code,
-        speculation=speculation,
+    num_tokens, prices = None if tokens is None else _num_tokens(tokens), None if price is None else _prices(price)
+    if prices is not None and num_tokens is None:
+        raise ConfigurationError(f"--price {price}: give --tokens, the length of the training, too")
+    words = {"network": network, "intra": intra, "pcie": pcie, "memory": gpu_memory, "host_memory": host_memory,
+             "disk": disk}  # fmt: skip
+    if (fit or days is not None) and gpus is not None and not gpus.strip()[:1].isdigit():
+        gpus = f"8x{gpus}"  # a name alone, here for the largest node to use, is a usual node
+    subject, machines = _answers(
+        lambda: _subject(model, shape), lambda: _machines(compare, gpus, nodes, hardware, words)
     )
-    answer = plan_as_json(made, None if tokens is None else _num_tokens(tokens))
+    given = {"seq": seq, "micro_batch": micro_batch, "num_micro_batches": accumulation}
+    asked: dict[str, Any] = {
+        **{name: size for name, size in given.items() if size is not None},
+        "strategy": _strategy(strategy),
+        "checkpointing": checkpointing,
+        "global_batch": global_batch_size,
+        "precision": precision,
+        "reduce": reduce_dtype,
+        "optimizer": optimizer,
+        "lora": None if lora is None else _lora(lora),
+        "compile": compiled,
+        "loss": loss,
+        "variable_length": variable_length,
+        "engine": engine,
+        "code": code,
+        "speculation": speculation,
+    }
+    several = {"--compare": compare is not None, "--fit": fit, "--days": days is not None}
+    if flags := [flag for flag, is_given in several.items() if is_given]:
+        alone = {"--explain": explain, "--html": html is not None, "--no-search": not search}
+        alone |= {"--nodes": nodes is not None, **dict.fromkeys(flags[1:], flags[0] == "--compare")}
+        for flag in (flag for flag, is_given in alone.items() if is_given):
+            raise ConfigurationError(f"{flag} with {flags[0]}, which plans several clusters: leave one of them out")
+        asked |= {"num_tokens": num_tokens, "prices": prices}
+        found = offers.smallest(subject, machines[0], days=days, **asked) if compare is None else None
+        answer = found or offers.compare(subject, machines, **asked)
+    else:
+        machine = machines[0]
+        asked["precision"] = offers.precision_for(machine.cluster.gpu, precision)
+        answer = plan_as_json(make_plan(subject, machine, search=search, **asked), num_tokens)
+        offers.add_costs(answer, offers.price_for(machine.cluster.gpu, prices))
     if as_json:
         print(json.dumps(answer, indent=1, allow_nan=False))
+    elif flags:
+        show_offers(answer)
     else:
         from ..report.table import explain as explained
         from ..report.table import show
 
         show(answer)
+        for line in noted(answer["notes"]):
+            print(line)
         if explain:
             print()
             print(explained(answer))
@@ -109,25 +127,69 @@ def plan(
         raise MemoryExceededError(f"--require-fit: {answer['why']}")
 
 
-def _machine(gpus: str | None, nodes: int, hardware: str | None, words: dict[str, str | None]) -> "Machine":
+def _answers(*questions: Callable[[], Any]) -> list[Any]:
+    """Answer all questions, or raise one error with everything that is wrong."""
+    found, errors = [], []
+    for question in questions:
+        try:
+            found.append(question())
+        except ConfigurationError as error:
+            errors.append(str(error))
+    if errors:
+        raise ConfigurationError("; and ".join(errors))
+    return found
+
+
+def _subject(model: str | None, shape: str | None) -> Any:
+    from ..planner.shapes.names import is_file, parse_shape, shape_named
+
+    if (model is None) == (shape is None):
+        raise ConfigurationError("give a model or --shape" + ("" if model is None else ", not both"))
+    if model is not None and not is_file(model):
+        shape_named(model)
+    return model if shape is None else parse_shape(shape)
+
+
+def _machines(
+    compare: str | None, gpus: str | None, nodes: int | None, hardware: str | None, words: dict[str, Any]
+) -> "list[Machine]":
     from ..planner.assess import Machine
     from ..planner.hardware.cluster import cluster_in, efficiency_in, make_cluster, read_measured
     from ..planner.hardware.gpus import IDEAL, REAL
     from ..planner.planning import machine_of
 
+    given = {"--compare": compare, "--gpus": gpus, "--hardware": hardware}
+    flags = [f"{flag} {word}" for flag, word in given.items() if word is not None]
+    if len(flags) > 1:
+        raise ConfigurationError(f"{' with '.join(flags)}: give one of them")
     if hardware is None:
-        if gpus is None:
+        if not flags:
             raise ConfigurationError("give --gpus 8xH100-80GB, or --hardware with a measured file")
-        return machine_of(make_cluster(gpus, nodes, **words))
-    if gpus is not None:
-        raise ConfigurationError(f"--gpus {gpus} with --hardware {hardware}: give one of them")
+        names = [gpus or ""] if compare is None else compare.split(",")
+        if "," in names[0]:
+            raise ConfigurationError(f"--gpus {gpus} names several clusters: give them to --compare")
+        return [machine_of(make_cluster(name, nodes, **words)) for name in names]
     measured = read_measured(MEASURED if hardware == "measured" else hardware)
-    given = [name for name, value in words.items() if value is not None and name != "network"]
-    if given:
-        raise ConfigurationError(f"--{given[0].replace('_', '-')} with --hardware {hardware}: the file has it")
-    cluster = cluster_in(measured, nodes=nodes, network=words["network"])
+    own = [name for name, value in words.items() if value is not None and name != "network"]
+    if own:
+        raise ConfigurationError(f"--{own[0].replace('_', '-')} with --hardware {hardware}: the file has it")
+    cluster = cluster_in(measured, nodes=1 if nodes is None else nodes, network=words["network"])
     is_gpu = measured.kind == "cuda"
-    return Machine(cluster, efficiency_in(measured), REAL if is_gpu else IDEAL, has_reserve=is_gpu)
+    return [Machine(cluster, efficiency_in(measured), REAL if is_gpu else IDEAL, has_reserve=is_gpu)]
+
+
+def _prices(text: str) -> "float | dict[str, float]":
+    """Parse `2.5`, or `H100=2.5,A100-80GB=1.6`."""
+    from ..planner.hardware.gpus import gpu_named
+
+    found = {}
+    for name, _, word in (pair.rpartition("=") for pair in text.split(",")):
+        value = quantity(word.strip().removeprefix("$"), {"": 1})
+        gpu = gpu_named(name, "--price").name if name else ""
+        if value is None or not 0 < value < 1e6 or (not name and "," in text) or gpu in found:
+            raise ConfigurationError(f"--price: {text!r}: write 2.5, or each GPU once, as in H100=2.5,A100-80GB=1.6")
+        found[gpu] = value
+    return found.get("", found)
 
 
 def _strategy(text: str | None) -> Any:

@@ -134,7 +134,7 @@ def _cluster(migrated: Migrated, gpus: str | None, nodes: int | None) -> Cluster
         per_node = settings.get("nproc_per_node") or (NUM_RANKS if NUM_RANKS % group == 0 else 2 * group)
         in_file = num_nodes(str(settings.get("nnodes", 1)))[1]
         gpus, nodes = f"{per_node}x{DEFAULT_GPU}", in_file if nodes is None else nodes
-    cluster = make_cluster(gpus, 1 if nodes is None else nodes)
+    cluster = make_cluster(gpus, nodes)
     group = settings.get("node_size")
     if group in (None, cluster.node_size):
         return cluster

@@ -48,11 +48,11 @@ def plan_as_json(plan: Plan | States, num_tokens: float | None = None) -> Json:
         if len(plan.choice) > 1:
             training |= {"micro_batch": None, "num_micro_batches": None}
         in_full = best or plan.found[0]
-        rows = [_assessed(entry, plan, num_tokens, entry is in_full) for entry in plan.found]
+        rows = [strategy_as_json(entry, plan, num_tokens, entry is in_full) for entry in plan.found]
     return {
         "version": VERSION,
         "model": dict(plan.facts),
-        "cluster": _cluster(plan.machine),
+        "cluster": cluster_as_json(plan.machine),
         "training": training,
         "strategies": rows,
         "recommended": None if best is None else best.name,
@@ -64,7 +64,7 @@ def plan_as_json(plan: Plan | States, num_tokens: float | None = None) -> Json:
     }
 
 
-def _assessed(entry: Assessment, plan: Plan, num_tokens: float | None, in_full: bool) -> Json:
+def strategy_as_json(entry: Assessment, plan: Plan, num_tokens: float | None, in_full: bool = False) -> Json:
     """Convert one strategy. `in_full`: with the memory at every instant and the timeline of the step."""
     timing, gpu, strategy = entry.timing, plan.machine.cluster.gpu, strategy_of(entry)
     found = {
@@ -72,7 +72,7 @@ def _assessed(entry: Assessment, plan: Plan, num_tokens: float | None, in_full: 
         "spare_bytes": entry.spare_bytes,
         "strategy": dataclasses.asdict(strategy) if isinstance(strategy, Layout) else strategy,
         "tight": entry.fits and entry.is_tight,
-        "nearest": plan.refusals.get(entry.name, ""),
+        "nearest": "" if entry.fits else plan.refusals.get(entry.name, ""),
         "step_seconds": timing.step_s,
         "unclipped_step_seconds": entry.unclipped_s,
         "compute_seconds": timing.compute_s,
@@ -174,7 +174,7 @@ def _begins(entry: Assessment) -> list[tuple[Instant, float]]:
     return found
 
 
-def _cluster(machine: Machine) -> Json:
+def cluster_as_json(machine: Machine) -> Json:
     cluster = machine.cluster
     return {
         "name": str(cluster),

@@ -97,5 +97,5 @@ def _tiles(plan: Plan, chosen: Strategy) -> list[tuple[str, str, str]]:
             per_day = count(speed * plan.world_size * DAY_S)
             found.append(("in a day", per_day, f"tokens on {plan.world_size:,} {device}s"))
     if chosen.days:
-        found.append(("whole training", f"{chosen.days} days", ""))
+        found.append(("whole training", f"{chosen.days} days", chosen.costs.partition(" days, ")[2]))
     return found

@@ -76,6 +76,12 @@ def whole(value: float | None) -> str:
     return "-" if value is None else f"{value:,.0f}"
 
 
+def decimal(value: float | None, unknown: str = "-") -> str:
+    if value is None:
+        return unknown
+    return f"{value:,.0f}" if value >= 9.95 else f"{value:.1f}" if value >= 0.095 else f"{value:.1g}"
+
+
 def percent(value: float | None) -> str:
     return "-" if value is None else f"{value:.1%}"
 
@@ -166,10 +172,14 @@ class Strategy:
 
     @property
     def days(self) -> str:
-        days = number(self.row.get("days"))
-        if days is None:
-            return ""
-        return f"{days:,.0f}" if days >= 9.95 else f"{days:.1f}" if days >= 0.095 else f"{days:.1g}"
+        return decimal(number(self.row.get("days")), "")
+
+    @property
+    def costs(self) -> str:
+        """Days, GPU-hours and dollars of the whole training, in words."""
+        words = {"days": "{} days", "gpu_hours": "{} GPU-hours", "dollars": "${}"}
+        given = {name: number(self.row.get(name)) for name in words}
+        return _joined(*(words[name].format(decimal(value)) for name, value in given.items() if value is not None))
 
     @property
     def numbers(self) -> object:
@@ -244,7 +254,7 @@ class Plan:
         if engine and self.reason:
             return f"{engine}: {self.reason}"
         if self.best is not None:
-            days = f"; {self.best.days} days in all" if self.best.days else ""
+            days = f"; {self.best.costs} in all" if self.best.costs else ""
             return f"Take {self.best.name}" + (f": {self.reason}{days}" if self.reason else f"{days}.")
         if not self.strategies:
             return "Nothing was planned."

@@ -18,7 +18,7 @@ PLAIN = 120  # width of rows without a terminal
 BAR = 12  # characters for the whole GPU
 ROUNDS = "*"  # after the name of a strategy that is not exact
 INTERVALS = " ("  # begins the interval of memory in a cell: 61 (58-66)
-LEFT = ("strategy", "with", "fits", "of ")  # columns that are aligned to the left
+LEFT = ("cluster", "strategy", "with", "fits", "of ")  # columns that are aligned to the left
 # If a row is too wide, columns are dropped in this order; at INTERVALS the intervals of memory are dropped. Columns of
 # host and disk are the first ones, unless the recommended strategy needs them.
 OFFLOADED = ("disk GB", "host GB")

@@ -31,10 +31,12 @@ from .gpus import (
     efficiency_of,
     gpu_named,
     gpu_of_device,
+    letters_of,
 )
 from .links import GIGABYTES_PER_S, Fabric, Link, quantity
 
-MOST_GPUS = 1024
+MOST_GPUS = 1024  # of a node
+MOST_IN_ALL = 100_000
 _LIMITS = {
     "node_size": (1, MOST_GPUS),
     "num_nodes": (1, 100_000),
@@ -108,23 +110,35 @@ def _quantity(text: str, what: str, units: Mapping[str, float], example: str) ->
 
 EXAMPLE = "8xH100-80GB"
 NETWORKS: dict[str, tuple[float, float, float, bool]] = DATA["networks"]
+_COUNT = re.compile(r"([+-]?\d[\d.,]*)\s*[x*]\s*(\S.*)", re.IGNORECASE)
+_INSTANCES: dict[str, tuple[str, str, str]] = {letters_of(name): row for name, row in DATA["instances"].items()}
+
+
+def usual_node(gpu_name: str) -> int:
+    """The number of GPUs that usually share NVLink or a host: 8 in a server, 72 in a rack of GB200."""
+    return int(DATA["GPUs of a node"].get(gpu_name, 8))
 
 
 def parse_gpus(text: str) -> tuple[int, Gpu]:
     """Parse number and model of a node's GPUs: `8xH100-80GB`, `4 x A100-80GB`; `h100` is one GPU."""
+    count, name = _counted(text)
+    return count, gpu_named(name)
+
+
+def _counted(text: str) -> tuple[int, str]:
     words = str(text).strip()
     if not words:
         raise ConfigurationError(f"--gpus: {text!r} names no GPU; write {EXAMPLE}")
-    found = re.fullmatch(r"([+-]?\d[\d.,]*)\s*[x*]\s*(\S.*)", words, re.IGNORECASE)
+    found = _COUNT.fullmatch(words)
     count, name = found.groups() if found else ("1", words)
-    if not re.fullmatch(r"\d{1,4}", count) or not 1 <= int(count) <= MOST_GPUS:
-        raise ConfigurationError(f"--gpus: {count} GPUs in {text!r}; give a whole number from 1 to {MOST_GPUS}")
-    return int(count), gpu_named(name)
+    if not re.fullmatch(r"\d{1,6}", count) or not 1 <= int(count) <= MOST_IN_ALL:
+        raise ConfigurationError(f"--gpus: {count} GPUs in {text!r}; give a whole number from 1 to {MOST_IN_ALL}")
+    return int(count), name
 
 
 def make_cluster(
     gpus: str,
-    nodes: int = 1,
+    nodes: int | None = None,
     *,
     network: str | None = None,
     intra: str | None = None,
@@ -133,9 +147,27 @@ def make_cluster(
     host_memory: str | int | None = None,
     disk: str | int | None = None,
 ) -> Cluster:
-    """Make a cluster. `gpus`: GPUs of a node. `network` (between nodes), `intra` (inside them) and `pcie` (to the host)
-    are names, or rates per GPU in each direction. `memory` is per GPU, `host_memory` and `disk` are per node."""
+    """Make a cluster. `gpus`: GPUs of a node (`8xH100-80GB`), or a cloud's instance (`p5.48xlarge`). Without `nodes`,
+    also of a cluster: `4x8xH100`, `4xp5.48xlarge`; 32xH100 are then 4 nodes of 8. `network` (between nodes), `intra`
+    (inside them) and `pcie` (to the host) are names, or rates per GPU in each direction. `memory` is per GPU,
+    `host_memory` and `disk` are per node."""
+    count, name = _counted(gpus)
+    instance = _INSTANCES.get(letters_of(name).removeprefix("standard"))
+    if instance or _COUNT.fullmatch(name):
+        if nodes is not None and count > 1:
+            raise ConfigurationError(f"--gpus: {gpus} has a number of nodes, but --nodes {nodes} too: leave one out")
+        gpus, usual, host = instance or (name, None, None)
+        nodes = count if nodes is None else nodes
+        network, host_memory = network or usual, host_memory or host
     node_size, gpu = parse_gpus(gpus)
+    most = usual_node(gpu.name)
+    if nodes is None and node_size > most:
+        if node_size % most:
+            raise ConfigurationError(
+                f"--gpus: {node_size} GPUs are no multiple of a node of {most} {gpu.name}; give the GPUs of one node "
+                f"and --nodes; --nodes 1 makes {node_size} GPUs one node"
+            )
+        node_size, nodes = most, node_size // most
     for what, word in (("--network", network), ("--intra", intra), ("--pcie", pcie)):
         if word is not None and not isinstance(word, str):
             raise ConfigurationError(f"{what}: {word!r} is no name and no rate; write '50GB/s'")
@@ -150,7 +182,7 @@ def make_cluster(
     return Cluster(
         gpu=gpu,
         node_size=node_size,
-        num_nodes=nodes,
+        num_nodes=1 if nodes is None else nodes,
         intra=link,
         inter=between(network or gpu.network, node_size, link),
         pcie=gpu.pcie if pcie is None else _named_or_rate(pcie, TO_HOST, HOST_LATENCY_US, "--pcie"),

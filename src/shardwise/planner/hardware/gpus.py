@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ...base.dtypes import BF16, FP16, DType
-from ...base.errors import ABOVE_0, ConfigurationError, did_you_mean, require_limits
+from ...base.errors import ABOVE_0, ConfigurationError, nearest_names, require_limits
 from .links import Link
 
 GIB = 1 << 30
@@ -160,24 +160,28 @@ def _gpu(row: list[Any]) -> Gpu:
     )
 
 
+def letters_of(name: str) -> str:
+    return re.sub(r"[^a-z0-9]", "", name.lower())
+
+
 # If a device name matches two rows, the first one counts.
 GPUS = {row[0]: _gpu(row) for row in DATA["gpus"]}
 # Aliases name the usual variant. A100 or V100 without a memory size is ambiguous, so it is no alias.
-_BY_LETTERS = {re.sub(r"[^a-z0-9]", "", name.lower()): gpu for name, gpu in GPUS.items()}
+_BY_LETTERS = {letters_of(name): gpu for name, gpu in GPUS.items()}
 _BY_LETTERS |= {alias: GPUS[name] for alias, name in DATA["aliases"].items()}
 
 
-def gpu_named(name: str) -> Gpu:
+def gpu_named(name: str, flag: str = "--gpus") -> Gpu:
     """Look up a GPU: `H100-80GB`, `h100`, `RTX 4090`, `A100-SXM4-80GB`. Only letters and digits count."""
-    letters = re.sub(r"[^a-z0-9]|sxm\d?|^nvidia|^amd", "", name.lower())
+    letters = re.sub(r"^(nvidia|amd|tesla|geforce)+", "", letters_of(re.sub(r"sxm\d?", "", name.lower())))
     if letters in _BY_LETTERS:
         return _BY_LETTERS[letters]
     sizes = [known for known in GPUS if letters and re.fullmatch(rf"{letters}\d+gb", known.lower().replace("-", ""))]
     if len(sizes) > 1:
-        raise ConfigurationError(f"--gpus: there are {' and '.join(sizes)}: say which {name!r} it is")
+        raise ConfigurationError(f"{flag}: there are {' and '.join(sizes)}: say which {name!r} it is")
     raise ConfigurationError(
-        f"--gpus: unknown GPU {name!r}; {did_you_mean(name.upper(), GPUS)}; of another one take the nearest with "
-        "--gpu-memory, or measure it (shardwise doctor --measure)"
+        f"{flag}: unknown GPU {name!r}; {nearest_names(name, [*GPUS, *DATA['instances']])} For another one take the "
+        "nearest with --gpu-memory, or measure it (shardwise doctor --measure)"
     )
 
 

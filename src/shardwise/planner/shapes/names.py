@@ -14,7 +14,7 @@ from typing import Any
 
 from ...base.documents import find
 from ...base.dtypes import dtype_of
-from ...base.errors import ConfigurationError, did_you_mean
+from ...base.errors import ConfigurationError, nearest_names
 from ...base.text import key_values
 from ..hardware.links import quantity
 from ..training import Training
@@ -66,8 +66,8 @@ def shape_named(name: str) -> ModelShape:
     found = {_letters(key): shape for key, shape in known.items()}.get(_letters(words))
     if found is None:
         raise ConfigurationError(
-            f"model {name!r}: no shape has this name, and there is no such file or folder; {did_you_mean(words, known)}"
-            "; or give a config.json, or --shape layers=..."
+            f"model {name!r}: no shape has this name, and there is no such file or folder; "
+            f"{nearest_names(words, known)} Or give a config.json, or --shape layers=..."
         )
     return replace(found, name=name.strip()) if owner else found
 
