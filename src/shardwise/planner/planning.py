@@ -1,14 +1,14 @@
 """`sw.plan`: predicts memory and step time of every strategy for a model on a cluster, and recommends one."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any, Union
 
-from ..base.dtypes import BF16
 from ..base.errors import ConfigurationError, did_you_mean
-from ..core.layout import MOST_SPLIT, PRESETS, Layout, Strategy
+from ..core.layout import MOST_SPLIT, PRESETS, Strategy
 from .assess import Assessment, Assessor, Machine, Subject
+from .changes import Alternative, alternatives, nearest_change
 from .hardware.cluster import Cluster, make_cluster
 from .hardware.gpus import REAL, efficiency_of
 from .search import (
@@ -30,6 +30,10 @@ from .states import States, states_of
 from .subject import Built, Planned, model_of, subject_for
 from .training import USUAL_SEQ, Checkpointing, Lora, Training
 
+if TYPE_CHECKING:
+    from torch import nn
+
+Model = Union[ModelShape, StatesOnly, Built, "nn.Module"]
 OPEN = "auto"  # the plan chooses the checkpointing
 MOST_SEQUENCES = 64  # maximum number of sequences per micro-batch in the search
 
@@ -46,6 +50,7 @@ class Plan:
     why: str
     assess: Assessor = field(repr=False)
     choice: Choice = field(repr=False)
+    question: "Question | None" = field(default=None, repr=False)  # None: changes of the training are not tried
 
     @property
     def facts(self) -> Mapping[str, object]:
@@ -55,6 +60,11 @@ class Plan:
     def refusals(self) -> dict[str, str]:
         """The strategies that do not fit, by name, with a change that makes each of them fit; empty if none does."""
         return {entry.name: nearest_change(self.assess, entry) for entry in self.found if not entry.fits}
+
+    @cached_property
+    def alternatives(self) -> tuple[Alternative, ...]:
+        """The best changes of the training, those that cost least in exactness first."""
+        return alternatives(self)
 
     def __repr__(self) -> str:
         return f"<Plan of {self.subject.name} on {self.machine.cluster}: {self.recommended!r} of {len(self.found)}>"
@@ -115,11 +125,8 @@ def plan(
         sizes["lora"] = Lora(sizes["lora"])
     has_micro_batch = training is not None or "micro_batch" in sizes
     training = replace(training, **sizes) if training is not None else Training(**sizes)
-    if isinstance(found, ModelShape) and isinstance(model, str) and training.lora is not None and not is_file(model):
-        # A model known by name has no files: its frozen weights are assumed to be in the compute dtype.
-        found = replace(found, dtype=training.formats.compute)
-    machine = machine_of(cluster)
-    subject = subject_for(found, training)
+    machine, is_named = machine_of(cluster), isinstance(model, str) and not is_file(model)
+    subject = _subject(found, training, is_named)
     if isinstance(subject, StatesOnly):
         if global_batch is not None or training.compile or training.engine != "shardwise":
             raise ConfigurationError(
@@ -129,10 +136,92 @@ def plan(
         return states_of(subject, machine, training, strategy)
     modes: tuple[Checkpointing, ...] = (training.checkpointing,)
     if checkpointing == OPEN and isinstance(found, (ModelShape, Built)):
-        modes = MODES if isinstance(found, ModelShape) else ("none", "full")
-    batches = batches_of(training, global_batch, machine.cluster.world_size, has_micro_batch)
-    choice = choices(training, modes, batches)
-    return plan_for(Assessor(subject, machine), training, choice, strategy=strategy, search=search, has_disk=True)
+        modes = modes_of(found)
+    return Question(
+        model=found,
+        is_named=is_named,
+        assess=Assessor(subject, machine),
+        training=training,
+        modes=modes,
+        strategy=strategy,
+        global_batch=global_batch,
+        has_micro_batch=has_micro_batch,
+        search=search,
+    ).answer()
+
+
+def _subject(model: "Model", training: Training, is_named: bool) -> Subject | StatesOnly:
+    if isinstance(model, ModelShape) and is_named and training.lora is not None:
+        # A model known by name has no files: its frozen weights are assumed to be in the compute dtype.
+        model = replace(model, dtype=training.formats.compute)
+    return subject_for(model, training)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Question:
+    """A plan to make: the arguments of `sw.plan`. `is_named`: the model is a name; `has_micro_batch`: it is given."""
+
+    model: "Model"
+    is_named: bool
+    assess: Assessor
+    training: Training
+    modes: tuple[Checkpointing, ...]
+    strategy: Strategy | None
+    global_batch: int | None
+    has_micro_batch: bool
+    search: bool
+
+    @property
+    def machine(self) -> Machine:
+        return self.assess.machine
+
+    @property
+    def has_shape(self) -> bool:
+        """True if all settings can be changed; a module has its own, and its activations take long to find."""
+        return isinstance(self.model, ModelShape)
+
+    @property
+    def is_open(self) -> bool:
+        """True if the planner chooses the checkpointing, as far as it can."""
+        return not self.has_shape or len(self.modes) > 1
+
+    @property
+    def batches(self) -> Sequence[tuple[int, int]]:
+        return batches_of(self.training, self.global_batch, self.machine.cluster.world_size, self.has_micro_batch)
+
+    def answer(self) -> Plan:
+        choice = choices(self.training, self.modes, self.batches)
+        made = plan_for(self.assess, self.training, choice, strategy=self.strategy, search=self.search, has_disk=True)
+        return replace(made, question=self)
+
+    def changed(self, settings: Mapping[str, Any]) -> "Question":
+        """Return the question with other settings: fields of `Training`, the strategy, or the number of nodes."""
+        sizes = {name: value for name, value in settings.items() if name not in ("strategy", "nodes")}
+        modes, strategy = self.modes, settings.get("strategy", self.strategy)
+        if "checkpointing" in sizes:
+            mode = sizes.pop("checkpointing")
+            modes = modes_of(self.model) if mode == OPEN else (mode,)
+        training, assess = replace(self.training, **sizes), self.assess
+        if "lora" in sizes or "seq" in sizes:
+            subject = _subject(self.model, training, self.is_named)
+            assert isinstance(subject, Subject)
+            assess = Assessor(subject, self.machine)
+        if "nodes" in settings:
+            cluster = replace(self.machine.cluster, num_nodes=settings["nodes"])
+            assess = assess.on(replace(self.machine, cluster=cluster))
+        return replace(
+            self,
+            assess=assess,
+            training=training,
+            modes=modes,
+            strategy=strategy,
+            has_micro_batch=self.has_micro_batch or "micro_batch" in sizes,
+        )
+
+
+def modes_of(model: object) -> tuple[Checkpointing, ...]:
+    """Return the modes of checkpointing that the planner may choose from; a module keeps its own."""
+    return MODES if isinstance(model, ModelShape) else ("none", "full")
 
 
 def plan_for(
@@ -243,95 +332,3 @@ def _why_off_device(entries: Sequence[Assessment], best: Assessment) -> str:
             f"; {best.spare_bytes / 1e9:,.1f} GB of this are spare, for {best.unclipped_s:.3g} s if nothing is clipped"
         )
     return text
-
-
-MOST_NODES = 1024  # maximum number of nodes that `nearest_change` tries
-FLAGS = {  # of `shardwise plan`, by field of `Training`
-    "checkpointing": "--checkpointing",
-    "micro_batch": "--micro-batch",
-    "num_micro_batches": "--accumulation",
-    "reduce": "--reduce-dtype",
-    "optimizer": "--optimizer",
-}
-
-
-def flags_for(before: Training, after: Training, flags: Mapping[str, str] = FLAGS) -> str:
-    """Return the flags that change one training into the other."""
-    changed = [name for name in flags if getattr(before, name) != getattr(after, name)]
-    return " ".join(f"{flags[name]} {getattr(after, name)}" for name in changed)
-
-
-def nearest_change(
-    assess: Assessor,
-    entry: Assessment,
-    flags: Mapping[str, str] = FLAGS,
-    nodes: str = "--nodes",
-    moving: Callable[[Layout], str] = lambda layout: f"--strategy {layout.name}",
-) -> str:
-    """Return the first change that makes the strategy fit, as command-line flags; empty if none does. `nodes`: the flag
-    for the number of nodes. `moving`: returns the flag for a layout with more state on the host."""
-    training = entry.training
-    for smaller in _smaller_trainings(training):
-        if _fitting(assess, entry.layouts, smaller):
-            return flags_for(training, smaller, flags)
-    smallest = with_single_sequences(replace(training, checkpointing="full"))
-    descriptions = ("the optimizer on the host", "optimizer and parameters on the host")
-    is_movable = entry.is_on_device and len(set(entry.layouts)) == 1 and training.engine == "shardwise"
-    for description, layout in zip(descriptions, on_host(entry.layouts[0]) if is_movable else (), strict=False):
-        for candidate in dict.fromkeys((training, smallest)):
-            if after := _fitting(assess, [layout] * len(entry.layouts), candidate):
-                changed = f"{moving(layout)} {flags_for(training, candidate, flags)}".rstrip()
-                saved = (entry.needed_bytes - after.needed_bytes) / 1e9
-                times = entry.tokens_per_s / after.tokens_per_s
-                return f"{changed} ({description}: {saved:,.1f} GB less on each GPU, {times:.2f}x the time)"
-    num_nodes = assess.machine.cluster.num_nodes
-    while entry.layouts[0].optimizer == "world" and num_nodes < MOST_NODES:
-        num_nodes *= 2
-        machine = replace(assess.machine, cluster=replace(assess.machine.cluster, num_nodes=num_nodes))
-        if _fitting(assess.on(machine), entry.layouts, smallest):
-            return f"{nodes} {num_nodes} {flags_for(training, smallest, flags)}".rstrip()
-    return ""
-
-
-def on_host(layout: Layout) -> Iterator[Layout]:
-    """Yield the layout with gradients and optimizer on the host; then, if possible, with the parameters there too."""
-    moved = replace(layout, grads_on="host", optimizer_on="host", kept=0.0)
-    yield moved
-    try:
-        moved = replace(moved, params_on="host")
-    except ConfigurationError:
-        return
-    yield moved
-
-
-def _fitting(assess: Assessor, layouts: Sequence[Layout], training: Training) -> Assessment | None:
-    """Return the assessment if it fits, else None; also None if it cannot be made (checkpointing without blocks)."""
-    try:
-        entry = assess(layouts[0].name, layouts, training)
-    except ConfigurationError:
-        return None
-    return entry if entry.fits else None
-
-
-def _smaller_trainings(training: Training) -> list[Training]:
-    """Return trainings that need less and less memory: each includes the changes of those before it."""
-    found = [training, replace(training, checkpointing="full")]
-    found.append(with_single_sequences(found[-1]))
-    if can_reduce_in_bf16(training):
-        found.append(replace(found[-1], reduce="bf16"))
-    if training.optimizer == "adamw":
-        found.append(with_adamw8bit(found[-1]))
-    return list(dict.fromkeys(found))[1:]
-
-
-def with_single_sequences(training: Training) -> Training:
-    num = training.num_micro_batches * training.micro_batch
-    return replace(training, micro_batch=1, num_micro_batches=num)
-
-
-def can_reduce_in_bf16(training: Training) -> bool:
-    return training.formats.reduce.itemsize == 4 and training.formats.compute == BF16
-
-
-def with_adamw8bit(training: Training) -> Training:
-    return replace(training, optimizer="adamw8bit", moments=None)

@@ -34,9 +34,11 @@ from .training import Checkpointing, Training
 
 # Checkpointing costs time, so the search takes the first mode that fits.
 MODES: tuple[Checkpointing, ...] = ("none", "selective", "full")
-# A tight plan is preferred to one with room only if it is this much faster. So is a plan that needs host memory.
-TIGHT_GAIN = 0.05
-HOST_GAIN = 0.05
+# A plan that leaves less than `GOOD_ROOM` is preferred only if it is this much faster than those that leave it.
+NARROW_GAIN = 0.05
+# So is a plan that needs host memory. If the host was not measured, its speed is an assumption, which was wrong by up
+# to a factor of three, while recomputing activations instead costs a step at most 1.44x its time in published runs.
+HOST_GAIN = {True: 0.05, False: 0.5}
 # A plan this close to the fastest counts as equally fast; the simpler of the two is then preferred.
 TIE = 0.01
 # The trainings to try: one list for each batch, with one training for each checkpointing mode.
@@ -106,7 +108,8 @@ def has_room(entry: Assessment) -> bool:
 
 
 def most_kept(assess: Assessor, split: str, kept: str, training: Training) -> Assessment | None:
-    """Keep as many leaf units gathered as fit, the last ones first: the backward needs them first."""
+    """Keep as many leaf units gathered as fit, the last ones first: the backward needs them first. A plan that is roomy
+    without them stays roomy."""
     candidates = [index for index, unit in enumerate(assess.subject.units) if not unit.holds_units][::-1]
     base = [PRESETS[split]] * len(assess.unit_names)
 
@@ -117,7 +120,8 @@ def most_kept(assess: Assessor, split: str, kept: str, training: Training) -> As
         return assess(f"{split}+{kept}", layouts, training)
 
     # Memory grows with the number of kept units.
-    num = bisect_left(range(1, len(candidates)), True, key=lambda num: not has_room(with_kept(num)))
+    has_enough = attrgetter("is_roomy") if with_kept(0).is_roomy else has_room
+    num = bisect_left(range(1, len(candidates)), True, key=lambda num: not has_enough(with_kept(num)))
     if num == 0:
         return None
     found = with_kept(num)
@@ -126,14 +130,15 @@ def most_kept(assess: Assessor, split: str, kept: str, training: Training) -> As
 
 
 def fastest(found: Iterable[Assessment], tie: float = TIE) -> Assessment | None:
-    """Return the fastest plan that fits with room, else the fastest that fits; among equals, the first."""
+    """Return the fastest plan that fits; among equals, the first. A tight one is returned only if no other fits."""
     fitting = [entry for entry in found if entry.fits]
-    roomy = max((entry.tokens_per_s for entry in fitting if has_room(entry)), default=0.0)
-    fitting = [entry for entry in fitting if has_room(entry) or entry.tokens_per_s > roomy * (1 + TIGHT_GAIN)]
-    here = max((entry.tokens_per_s for entry in fitting if entry.is_on_device), default=0.0)
-    fitting = [entry for entry in fitting if entry.is_on_device or entry.tokens_per_s > here * (1 + HOST_GAIN)]
+    fitting = [entry for entry in fitting if not entry.is_tight] or fitting
     if not fitting:
         return None
+    host_gain = HOST_GAIN[fitting[0].machine.cluster.host_is_measured]
+    for gain, is_preferred in ((host_gain, attrgetter("is_on_device")), (NARROW_GAIN, attrgetter("is_roomy"))):
+        most = max((entry.tokens_per_s for entry in fitting if is_preferred(entry)), default=0.0)
+        fitting = [entry for entry in fitting if is_preferred(entry) or entry.tokens_per_s > most * (1 + gain)]
     best = max(entry.tokens_per_s for entry in fitting)
     return next(entry for entry in fitting if entry.tokens_per_s >= best * (1 - tie))
 
@@ -200,15 +205,15 @@ def _offloaded(assess: Assessor, found: Sequence[Assessment], choice: Choice, ha
     layouts = {name: layout for name, layout in layouts.items() if has_disk or not layout.uses_disk}
     tried: list[Assessment] = []
     if not any(has_room(entry) and entry.is_on_device for entry in found):
-        tried += _each(assess, layouts, choice)
+        tried += each_offloaded(assess, layouts, choice)
     tried += _with_offloaded_activations(assess, found, choice)
     yield from tried
     if not any(map(has_room, (*found, *tried))):
         moved = [replace(layout, activations_on="host") for layout in layouts.values()]
-        yield from _each(assess, {layout.name: layout for layout in moved}, choice)
+        yield from each_offloaded(assess, {layout.name: layout for layout in moved}, choice)
 
 
-def _each(assess: Assessor, layouts: Mapping[str, Layout], choice: Choice) -> Iterator[Assessment]:
+def each_offloaded(assess: Assessor, layouts: Mapping[str, Layout], choice: Choice) -> Iterator[Assessment]:
     """Yield the fastest plan of each layout, with as much of the optimizer on the device as fits. A disk is
     considered only if host memory is too small."""
     parts = _parts(assess.subject.units)
@@ -263,7 +268,7 @@ def _most_kept(
         short = f"{name}+optimizer={layout.optimizer_on}:{round(1 - part, 4):g}"
         return assess(short if part and name in PRESETS else kept.name, kept, training)
 
-    for bytes_of in (attrgetter("high_bytes"), attrgetter("needed_bytes")):
+    for bytes_of in (attrgetter("safe_bytes"), attrgetter("needed_bytes")):
         index = bisect_right(parts, assess.machine.memory_bytes, key=lambda part: bytes_of(with_kept(part)))
         # If host memory is too small, the second pass accepts a tight plan: more state stays on the device.
         if index and with_kept(parts[index - 1]).fits:

@@ -60,6 +60,7 @@ class Cluster:
     disk_read_bytes_per_s: float
     disk_write_bytes_per_s: float
     host_adam_elems_per_s: float
+    host_is_measured: bool = False  # updates and copies were measured on such a host, not assumed
 
     def __post_init__(self) -> None:
         require_limits("cluster", self, _LIMITS)
@@ -328,4 +329,5 @@ def cluster_in(measured: Measured, num_ranks: int | None = None, nodes: int = 1,
         disk_read_bytes_per_s=measured.disk_read_bytes_per_s,
         disk_write_bytes_per_s=measured.disk_write_bytes_per_s,
         host_adam_elems_per_s=measured.host_adam_elems_per_s,
+        host_is_measured=True,
     )

@@ -1,0 +1,296 @@
+"""Changes of a training that make it fit, or make it faster: for a whole plan, and for one strategy of it.
+
+An alternative is the answer to the same question with a few settings changed, as `sw.plan` would give it. So its flags,
+added to the command, show the same figures. Changes are tried in the order of what they cost: first those after which
+the training is the same, then larger batches, more GPUs, other numbers, and training less than was asked for.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal
+
+from ..base.dtypes import BF16
+from ..base.errors import ConfigurationError
+from ..core.layout import AUTO, FSDP2_HAS, OFFLOADS, PRESETS, Layout, layout_of
+from .assess import Assessment, Assessor
+from .search import assess_best, choices, each_offloaded, fastest, has_room, strategy_of
+from .training import Lora, Training
+
+if TYPE_CHECKING:
+    from .planning import Plan, Question
+
+MOST_NODES = 1024  # maximum number of nodes that are tried
+FLAGS = {  # of `shardwise plan`, by field of `Training`
+    "checkpointing": "--checkpointing",
+    "micro_batch": "--micro-batch",
+    "num_micro_batches": "--accumulation",
+    "reduce": "--reduce-dtype",
+    "optimizer": "--optimizer",
+}
+ALL_FLAGS = {
+    **FLAGS, "precision": "--precision", "lora": "--lora", "seq": "--seq", "nodes": "--nodes", "strategy": "--strategy",
+}  # fmt: skip
+NUM_ALTERNATIVES = 3
+# An alternative is faster by this much than the plan, and than every alternative that costs less.
+MIN_GAIN = 1.1
+# The headline names one that is faster by this much. So much, too, must be gained by giving up fp32 masters.
+MUCH_FASTER = 1.5
+# Larger batches: by this much, up to the tokens of a step with which Llama 3 began (arXiv 2407.21783, section 3.4.1).
+LARGER, MOST_TOKENS = {"micro_batch": 4, "num_micro_batches": 16}, 4 * 2**20
+SHORTEST_SEQ = 512
+# Strategies for alternatives, in the usual order of their speed. The first that has room and the last are costed.
+USUAL = ("zero1", "zero2", "shard_grad_op", "hybrid_shard_zero2", "hfsdp", "zero3")
+Kind = Literal["same", "batch", "nodes", "numbers", "less"]
+SAME = "the same training"
+EIGHT_BITS, SUMS = "8-bit moments", "gradients are summed in bf16"
+OTHER_NUMBERS = "not the same numbers as {before}"
+
+
+@dataclass(frozen=True, eq=False)
+class Alternative:
+    """A changed question, and its answer. `settings`: keywords of `sw.plan` (`nodes`: of `make_cluster`). `cost` says how
+    the training differs."""
+
+    kind: Kind
+    settings: Mapping[str, Any]
+    cost: str
+    entry: Assessment
+
+    @property
+    def flags(self) -> str:
+        """The flags that change the command line of the question."""
+        values = {name: value.r if isinstance(value, Lora) else value for name, value in self.settings.items()}
+        return " ".join(f"{ALL_FLAGS[name]} {value}" for name, value in values.items())
+
+    @property
+    def is_full(self) -> bool:
+        """True if all weights are trained, on the same GPUs and with sequences of the same length."""
+        return self.kind not in ("nodes", "less")
+
+    def __repr__(self) -> str:
+        return f"<{self.flags}: {self.entry.tokens_per_s:,.0f} tokens/s a GPU; {self.cost}>"
+
+
+def alternatives(plan: "Plan") -> tuple[Alternative, ...]:
+    """Return the best change of each kind, those that cost least first. Each is faster than the plan and than those
+    before it on the same GPUs."""
+    most = 0.0 if plan.recommended is None else plan.recommended.tokens_per_s
+    found: dict[Kind, Alternative] = {}
+    for tried in _tried(plan):
+        speed = tried.entry.tokens_per_s
+        gain = MUCH_FASTER if "precision" in tried.settings else MIN_GAIN
+        if tried.kind == "nodes" or (tried.kind == "less" and "less" in found):
+            found.setdefault(tried.kind, tried)
+        elif speed > gain * most:
+            found[tried.kind] = tried
+            most = speed
+    chosen = list(found.values())
+    while len(chosen) > NUM_ALTERNATIVES:
+        slowest = [tried for tried in chosen if tried.kind not in ("same", "nodes")]
+        chosen.remove(min(slowest, key=lambda tried: tried.entry.tokens_per_s))
+    return tuple(chosen)
+
+
+def much_faster(plan: "Plan") -> Alternative | None:
+    """Return the fastest alternative that trains all weights, if it is much faster than the plan."""
+    full = [tried for tried in plan.alternatives if tried.is_full]
+    best = max(full, key=lambda tried: tried.entry.tokens_per_s, default=None)
+    now = 0.0 if plan.recommended is None else plan.recommended.tokens_per_s
+    return best if best is not None and best.entry.tokens_per_s > MUCH_FASTER * now else None
+
+
+def _tried(plan: "Plan") -> Iterator[Alternative]:
+    """Yield every change with which something fits with room, the cheapest first."""
+    question, best = plan.question, plan.recommended
+    if question is None:
+        return
+    if (tight := _tight(plan, question)) is not None:
+        yield tight
+    for kind, change, cost in _changes(question, best):
+        try:
+            asked = question.changed(change)
+            entry = _best_with(asked, best if kind == "batch" else None)
+        except ConfigurationError:  # such as a batch that does not divide among so many GPUs
+            continue
+        if entry is not None and has_room(entry):
+            pinned = {} if "strategy" in change or question.strategy is not None else {"strategy": strategy_of(entry)}
+            yield Alternative(kind, {**change, **pinned}, cost.format(share=_percent_trained(asked.assess)), entry)
+
+
+def _tight(plan: "Plan", question: "Question") -> Alternative | None:
+    """Return the fastest plan that leaves less room than it may be wrong by, if another one is recommended."""
+    tight = [entry for entry in plan.found if entry.fits and entry.is_tight and entry.is_exact]
+    tight = [entry for entry in tight if entry is not plan.recommended and isinstance(strategy_of(entry), str)]
+    if not tight or plan.recommended is None:
+        return None
+    entry = max(tight, key=lambda entry: entry.tokens_per_s)
+    pinned = {"checkpointing": entry.training.checkpointing} if question.has_shape else {}
+    pinned |= {} if question.global_batch is None else _batch_of(entry.training)
+    settings = {**pinned, "strategy": strategy_of(entry)}
+    return Alternative("same", settings, f"{SAME}, but tight: {room_words(entry)}", entry)
+
+
+def room_words(entry: Assessment) -> str:
+    """Say how much memory stays free and, if it is less, how much the plan may be wrong by."""
+    room, error = (f"{size / 1e9:,.1f}" for size in (entry.room_bytes, entry.error_bytes))
+    text = f"{room} of {entry.machine.memory_bytes / 1e9:,.1f} GB stay free"
+    return f"{text}, and the plan may be wrong by {error} GB" if entry.is_tight else text
+
+
+def _batch_of(training: Training) -> dict[str, Any]:
+    return {name: getattr(training, name) for name in LARGER}
+
+
+def _changes(question: "Question", best: Assessment | None) -> Iterator[tuple[Kind, dict[str, Any], str]]:
+    """Yield settings that may help, and what they cost, the cheapest first."""
+    training, cluster, is_batch_free = question.training, question.machine.cluster, question.global_batch is None
+    is_here = best is not None and best.is_on_device
+    base: dict[str, Any] = {} if question.is_open else {"checkpointing": AUTO}
+    if question.strategy is not None and not str(question.strategy).startswith(AUTO):
+        yield "same", {**base, "strategy": AUTO}, SAME
+    if not question.is_open:
+        yield "same", {**base}, SAME
+    if question.has_shape and question.has_micro_batch and training.micro_batch > 1:
+        yield "same", {**base, **_batch_of(with_single_sequences(training))}, SAME
+    if is_batch_free and best is not None:
+        tokens = training.num_tokens * training.num_micro_batches * cluster.world_size
+        for field, most in LARGER.items():
+            times = next((2**log for log in (4, 3, 2, 1) if 2**log <= most and 2**log * tokens <= MOST_TOKENS), 1)
+            if times > 1 and (question.has_shape or field != "micro_batch"):
+                yield "batch", {**base, field: times * getattr(training, field)}, f"{times}x as many tokens a step"
+    nodes = cluster.num_nodes
+    while best is None and 2 * nodes <= MOST_NODES:
+        nodes *= 2
+        yield "nodes", {**base, "nodes": nodes}, f"{nodes // cluster.num_nodes}x as many GPUs"
+    if not is_batch_free:  # a search over all micro-batches takes long
+        size, num = question.batches[0]
+        base |= _batch_of(replace(training, micro_batch=size, num_micro_batches=num) if best is None else best.training)
+    is_adamw, usual = training.optimizer == "adamw" and training.moments is None, training.precision
+    if can_reduce_in_bf16(training):
+        yield "numbers", {**base, "reduce": "bf16"}, f"{SUMS}: {OTHER_NUMBERS.format(before='with fp32 sums')}"
+    if is_adamw:
+        yield (
+            "numbers",
+            {**base, "optimizer": "adamw8bit"},
+            f"{EIGHT_BITS}: {OTHER_NUMBERS.format(before='with AdamW')}",
+        )
+    if can_reduce_in_bf16(training) and is_adamw:
+        both = f"{EIGHT_BITS}, and {SUMS}: {OTHER_NUMBERS.format(before='with AdamW')}"
+        yield "numbers", {**base, "optimizer": "adamw8bit", "reduce": "bf16"}, both
+    if not is_here and usual == "bf16":
+        yield "numbers", {**base, "precision": "pure-bf16"}, "no fp32 masters: small updates are lost by rounding"
+    if not is_here and training.lora is None and question.has_shape:
+        yield "less", {**base, "lora": Lora()}, "LoRA: trains {share:.2g} % of the weights"
+    seq = training.seq
+    while best is None and question.has_shape and seq // 2 >= SHORTEST_SEQ:
+        seq //= 2
+        yield "less", {**base, "seq": seq}, f"sequences of {seq:,} tokens"
+
+
+def _best_with(question: "Question", before: Assessment | None) -> Assessment | None:
+    """Return a fast plan. Without a given strategy, only a few are costed: a search would take too long. `before`: the
+    plan with smaller batches. If it is offloaded, gradients that stay on the device are tried, too."""
+    if question.strategy is not None:
+        return question.answer().recommended
+    assess, choice = question.assess, choices(question.training, question.modes, question.batches)
+    if before is not None and not before.is_on_device:
+        names = [name for name in OFFLOADS if layout_of(name).grads_on == "device"]
+        found = list(each_offloaded(assess, {name: layout_of(name) for name in names}, choice))
+        if isinstance(strategy_of(before), str):
+            found.append(assess_best(assess, before.name, before.layouts, choice))
+        return fastest(found)
+    known = FSDP2_HAS if question.training.engine == "fsdp2" else PRESETS
+    names = ["ddp" if assess.machine.cluster.world_size == 1 else USUAL[0], *USUAL[1:]]
+    names = [name for name in names if name in known]
+    smallest = choice[0][-1]
+    if not has_room(assess(names[-1], PRESETS[names[-1]], smallest)):
+        return None
+    first = next(name for name in names if has_room(assess(name, PRESETS[name], smallest)))
+    return fastest(assess_best(assess, name, PRESETS[name], choice) for name in dict.fromkeys((first, names[-1])))
+
+
+def _percent_trained(assess: Assessor) -> float:
+    params = [param for unit in assess.subject.units for param in unit.params]
+    return 100 * sum(param.num_elems for param in params if param.trainable) / sum(param.num_elems for param in params)
+
+
+def flags_for(before: Training, after: Training, flags: Mapping[str, str] = FLAGS) -> str:
+    """Return the flags that change one training into the other."""
+    changed = [name for name in flags if getattr(before, name) != getattr(after, name)]
+    return " ".join(f"{flags[name]} {getattr(after, name)}" for name in changed)
+
+
+def nearest_change(
+    assess: Assessor,
+    entry: Assessment,
+    flags: Mapping[str, str] = FLAGS,
+    nodes: str = "--nodes",
+    moving: Callable[[Layout], str] = lambda layout: f"--strategy {layout.name}",
+) -> str:
+    """Return the first change that makes the strategy fit, as command-line flags; empty if none does. `nodes`: the flag
+    for the number of nodes. `moving`: returns the flag for a layout with more state on the host."""
+    training = entry.training
+    for smaller in _smaller_trainings(training):
+        if _fitting(assess, entry.layouts, smaller):
+            return flags_for(training, smaller, flags)
+    smallest = with_single_sequences(replace(training, checkpointing="full"))
+    descriptions = ("the optimizer on the host", "optimizer and parameters on the host")
+    is_movable = entry.is_on_device and len(set(entry.layouts)) == 1 and training.engine == "shardwise"
+    for description, layout in zip(descriptions, on_host(entry.layouts[0]) if is_movable else (), strict=False):
+        for candidate in dict.fromkeys((training, smallest)):
+            if after := _fitting(assess, [layout] * len(entry.layouts), candidate):
+                changed = f"{moving(layout)} {flags_for(training, candidate, flags)}".rstrip()
+                saved = (entry.needed_bytes - after.needed_bytes) / 1e9
+                times = entry.tokens_per_s / after.tokens_per_s
+                return f"{changed} ({description}: {saved:,.1f} GB less on each GPU, {times:.2f}x the time)"
+    num_nodes = assess.machine.cluster.num_nodes
+    while entry.layouts[0].optimizer == "world" and num_nodes < MOST_NODES:
+        num_nodes *= 2
+        machine = replace(assess.machine, cluster=replace(assess.machine.cluster, num_nodes=num_nodes))
+        if _fitting(assess.on(machine), entry.layouts, smallest):
+            return f"{nodes} {num_nodes} {flags_for(training, smallest, flags)}".rstrip()
+    return ""
+
+
+def on_host(layout: Layout) -> Iterator[Layout]:
+    """Yield the layout with gradients and optimizer on the host; then, if possible, with the parameters there too."""
+    moved = replace(layout, grads_on="host", optimizer_on="host", kept=0.0)
+    yield moved
+    try:
+        moved = replace(moved, params_on="host")
+    except ConfigurationError:
+        return
+    yield moved
+
+
+def _fitting(assess: Assessor, layouts: Sequence[Layout], training: Training) -> Assessment | None:
+    """Return the assessment if it fits, else None; also None if it cannot be made (checkpointing without blocks)."""
+    try:
+        entry = assess(layouts[0].name, layouts, training)
+    except ConfigurationError:
+        return None
+    return entry if entry.fits else None
+
+
+def _smaller_trainings(training: Training) -> list[Training]:
+    """Return trainings that need less and less memory: each includes the changes of those before it."""
+    found = [training, replace(training, checkpointing="full")]
+    found.append(with_single_sequences(found[-1]))
+    if can_reduce_in_bf16(training):
+        found.append(replace(found[-1], reduce="bf16"))
+    if training.optimizer == "adamw":
+        found.append(with_adamw8bit(found[-1]))
+    return list(dict.fromkeys(found))[1:]
+
+
+def with_single_sequences(training: Training) -> Training:
+    num = training.num_micro_batches * training.micro_batch
+    return replace(training, micro_batch=1, num_micro_batches=num)
+
+
+def can_reduce_in_bf16(training: Training) -> bool:
+    return training.formats.reduce.itemsize == 4 and training.formats.compute == BF16
+
+
+def with_adamw8bit(training: Training) -> Training:
+    return replace(training, optimizer="adamw8bit", moments=None)
