@@ -48,8 +48,8 @@ OTHER_NUMBERS = "not the same numbers as {before}"
 
 @dataclass(frozen=True, eq=False)
 class Alternative:
-    """A changed question, and its answer. `settings`: keywords of `sw.plan` (`nodes`: of `make_cluster`). `cost` says how
-    the training differs."""
+    """A changed question, and its answer. `settings`: keywords of `sw.plan` (`nodes`: of `make_cluster`).
+    `cost`: how the training differs."""
 
     kind: Kind
     settings: Mapping[str, Any]
@@ -264,12 +264,12 @@ def on_host(layout: Layout) -> Iterator[Layout]:
 
 
 def _fitting(assess: Assessor, layouts: Sequence[Layout], training: Training) -> Assessment | None:
-    """Return the assessment if it fits, else None; also None if it cannot be made (checkpointing without blocks)."""
+    """Return the assessment if it fits with room, else None; also if it cannot be made (checkpointing without blocks)."""
     try:
         entry = assess(layouts[0].name, layouts, training)
     except ConfigurationError:
         return None
-    return entry if entry.fits else None
+    return entry if has_room(entry) else None
 
 
 def _smaller_trainings(training: Training) -> list[Training]:

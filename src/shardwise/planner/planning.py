@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Union
 from ..base.errors import ConfigurationError, did_you_mean
 from ..core.layout import MOST_SPLIT, PRESETS, Strategy
 from .assess import Assessment, Assessor, Machine, Subject
-from .changes import Alternative, alternatives, nearest_change
+from .changes import Alternative, alternatives, nearest_change, room_words
 from .hardware.cluster import Cluster, make_cluster
 from .hardware.gpus import REAL, efficiency_of
 from .search import (
@@ -78,6 +78,7 @@ class Plan:
             need += f" ({entry.spare_bytes / 1e9:,.1f} GB of it spare)" if entry.spare_bytes else ""
             step = f"{entry.step_s:.3f} s" + (f" ({entry.unclipped_s:.3f} s unclipped)" if entry.unclipped_s else "")
             lines.append(f"  {entry.name}: " + (f"{need}, {step}" if entry.fits else entry.why_not))
+        lines += [f"  or {tried!r}" for tried in self.alternatives]
         return "\n".join(lines)
 
 
@@ -255,6 +256,8 @@ def plan_for(
         why = f"the fastest that fits with {', '.join(moves)}, {best.step_s:.3g} s a step"
     else:
         why = _why(assess, entries, best)
+    if best:
+        why += f"; {'tight: ' if best.is_tight else ''}{room_words(best)}"
     why = "; ".join(filter(None, [why, str(assess.subject.facts.get("note", ""))]))
     return Plan(assess.subject, assess.machine, training, tuple(entries), best, why, assess, choice)
 
@@ -306,8 +309,12 @@ def _why(assess: Assessor, entries: Sequence[Assessment], best: Assessment | Non
     others = [entry for entry in entries if entry.fits and entry is not best]
     if assess.machine.cluster.world_size == 1:
         return "it fits on one GPU, and there is no other rank to share with"
-    is_fastest = all(entry.is_exact or entry.tokens_per_s <= best.tokens_per_s for entry in others)
-    text = f"the fastest that fits{'' if is_fastest else ' and is exact'}, {best.step_s:.3g} s a step"
+    faster = [entry for entry in others if entry.tokens_per_s > best.tokens_per_s * (1 + TIE)]
+    needs_more = any(entry.is_exact and entry.is_on_device for entry in faster)
+    text = "the fastest that fits" + (" with room" if needs_more else "")
+    text += " without the host" if any(entry.is_exact and not entry.is_on_device for entry in faster) else ""
+    text += " and is exact" if any(not entry.is_exact for entry in faster) else ""
+    text += f", {best.step_s:.3g} s a step"
     for entry in others:
         if entry.tokens_per_s * 1.005 < best.tokens_per_s and set(entry.layouts) == {PRESETS[MOST_SPLIT]}:
             text += f", {best.tokens_per_s / entry.tokens_per_s:.2f}x as fast as {entry.name}"
@@ -318,8 +325,9 @@ def _why(assess: Assessor, entries: Sequence[Assessment], best: Assessment | Non
 def _why_off_device(entries: Sequence[Assessment], best: Assessment) -> str:
     """Say how much state is offloaded, where to, and why."""
     fits_here = any(entry.fits and entry.is_on_device for entry in entries)
-    text = f"{'it has more room than' if fits_here else 'nothing fits'} on the device alone, and of what fits it is "
-    text += f"the fastest, {best.step_s:.3g} s a step"
+    text = "it has more room than" if fits_here else "nothing fits"
+    text += f" on the device alone, and of what fits {'with room ' if fits_here else ''}it is the fastest"
+    text += f", {best.step_s:.3g} s a step"
     part, cluster = best.part_on_device, best.machine.cluster
     if 0 < part < 1:
         text += f"; {part:.0%} of the optimizer stays on the device, as much as fits there"

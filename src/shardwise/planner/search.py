@@ -11,11 +11,14 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
+from itertools import groupby
 from operator import attrgetter
 
 from ..base.errors import ConfigurationError
+from ..base.text import plural
 from ..core.layout import (
     ACTIVATION_OFFLOADS,
+    ALWAYS_WHOLE,
     AUTO,
     FSDP2_HAS,
     MIXES,
@@ -54,21 +57,25 @@ def choices(training: Training, modes: Sequence[Checkpointing], batches: Sequenc
 
 
 def assess_best(assess: Assessor, name: str, layouts: Layout | Sequence[Layout], choice: Choice) -> Assessment:
-    """Return the fastest plan that fits, else the one that needs least. The first mode with room is the fastest."""
-    fitting: list[Assessment] = []
+    """Return the fastest plan that fits, else the one that needs least. The first mode with room is the fastest, and of
+    the batches that leave as much room with one mode, the largest; batches are in ascending order."""
+    fitting: dict[object, Assessment] = {}
     others: list[Assessment] = []
     before = 0
     for trainings in choice:
         for training in trainings:
             found = assess(name, layouts, training)
-            (fitting if found.fits else others).append(found)
+            if found.fits:
+                fitting[training.checkpointing, found.is_tight, found.is_roomy] = found
+            else:
+                others.append(found)
             if has_room(found):
                 break
         # The last mode needs the least memory. If even that does not fit and grows with the batch, no later batch fits.
         if not found.fits and found.needed_bytes > before > 0:
             break
         before = found.needed_bytes
-    best = fitting[0] if len(fitting) == 1 else fastest(fitting)
+    best = next(iter(fitting.values())) if len(fitting) == 1 else fastest(fitting.values())
     return min(others, key=lambda found: found.needed_bytes) if best is None else best
 
 
@@ -152,8 +159,52 @@ def strategy_of(found: Assessment) -> Strategy:
         if layout != most
     }
     if others:
-        return {**others, "*": most.name}
+        return {**dict(_by_tens(others)), "*": most.name}
     return most.name if most.name != "custom" else most
+
+
+def _by_tens(names: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    """Shorten blocks.12, ..., blocks.19 of one value to the pattern blocks.1[2-9]."""
+    for (stem, value), group in groupby(names.items(), key=lambda item: (item[0][:-1], item[1])):
+        ends = "".join(name[-1] for name, _ in group)
+        if len(ends) > 1 and ends in "0123456789":
+            yield f"{stem}[{ends[0]}-{ends[-1]}]", value
+        else:
+            yield from ((stem + end, value) for end in ends)
+
+
+# Names of presets in sentences; others are written as they are.
+READABLE = {"ddp": "DDP", "zero1": "ZeRO-1", "zero2": "ZeRO-2", "zero3": "ZeRO-3", "hsdp": "HSDP"}
+
+
+def label_of(entry: Assessment) -> str:
+    """Describe the strategy in words: "ZeRO-3 with 17 % of the optimizer on the host"."""
+    leaves = [entry.layouts[at] for at in entry.schedule.leaves if entry.schedule.units[at].name != ALWAYS_WHOLE]
+    first, last = leaves[0], leaves[-1]
+    num = leaves.count(first)
+    if set(leaves) != {first, last} or leaves != [first] * num + [last] * (len(leaves) - num):
+        return entry.name
+    if first == last:
+        return _words(entry, first)
+    if last.uses_disk:
+        return f"{_words(entry, last)}, the first {plural(num, 'unit')} on the host"
+    return f"{_words(entry, first)}, the last {plural(len(leaves) - num, 'unit')} as {_words(entry, last)}"
+
+
+def _words(entry: Assessment, layout: Layout) -> str:
+    base = replace(layout.on_device, activations_on="device")
+    if base.name == "custom" or layout.codecs:
+        return entry.name
+    held: dict[str, list[str]] = {}
+    percent = round(100 * (1 - entry.part_on_device))
+    for what, words in (("optimizer", "the optimizer"), ("params", "the parameters"), ("activations", "activations")):
+        part = f"{percent} % of " if what == "optimizer" and layout.kept else ""
+        held.setdefault(getattr(layout, f"{what}_on"), []).append(part + words)
+    moved = [f"{' and '.join(held[place])} {words}" for place, words in PLACES.items() if place in held]
+    return READABLE.get(base.name, base.name) + (f" with {', and '.join(moved)}" if moved else "")
+
+
+PLACES = {"host": "on the host", "disk": "on disk"}
 
 
 def assess_named(assess: Assessor, strategy: Strategy, choice: Choice) -> Assessment:
