@@ -264,7 +264,7 @@ def on_host(layout: Layout) -> Iterator[Layout]:
 
 
 def _fitting(assess: Assessor, layouts: Sequence[Layout], training: Training) -> Assessment | None:
-    """Return the assessment if it fits with room, else None; also if it cannot be made (checkpointing without blocks)."""
+    """Return the assessment if it fits with room. None: it does not, or it cannot be made (no blocks to checkpoint)."""
     try:
         entry = assess(layouts[0].name, layouts, training)
     except ConfigurationError:
