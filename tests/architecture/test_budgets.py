@@ -19,7 +19,7 @@ from tests.architecture.source import PACKAGE, trees
 # the first gathers of a step wait for the updates of their own units, and engine and planner share the choice of spare
 # memory.
 MAX_LINES = {"core/": 10_280, "": 40_605}
-MAX_FILES = 219
+MAX_FILES = 220
 MAX_FILE_LINES = 500
 MIN_FILE_LINES = 40
 MAX_PARAMETERS = 8

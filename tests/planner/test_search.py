@@ -9,6 +9,7 @@ from shardwise.core.layout import PRESETS, layouts_for
 from shardwise.planner.assess import Assessment, Assessor, Machine
 from shardwise.planner.planning import Plan, _why, plan_for
 from shardwise.planner.search import (
+    HOST_GAIN,
     MIXES,
     NARROW_GAIN,
     TIE,

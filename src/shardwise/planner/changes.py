@@ -7,17 +7,25 @@ the training is the same, then larger batches, more GPUs, other numbers, and tra
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal, Protocol
 
 from ..base.dtypes import BF16
 from ..base.errors import ConfigurationError
-from ..core.layout import AUTO, FSDP2_HAS, OFFLOADS, PRESETS, Layout, layout_of
-from .assess import Assessment, Assessor
-from .search import assess_best, choices, each_offloaded, fastest, has_room, strategy_of
-from .training import Lora, Training
-
-if TYPE_CHECKING:
-    from .planning import Plan, Question
+from ..core.layout import AUTO, FSDP2_HAS, MOST_SPLIT, OFFLOADS, PRESETS, Layout, Strategy, layout_of
+from .assess import Assessment, Assessor, Subject
+from .search import (
+    MODES,
+    Choice,
+    assess_best,
+    batches_of,
+    choices,
+    each_offloaded,
+    fastest,
+    has_room,
+    strategy_of,
+)
+from .shapes.shape import StatesOnly
+from .training import Checkpointing, Lora, Training
 
 MOST_NODES = 1024  # maximum number of nodes that are tried
 FLAGS = {  # of `shardwise plan`, by field of `Training`
@@ -38,8 +46,6 @@ MUCH_FASTER = 1.5
 # Larger batches: by this much, up to the tokens of a step with which Llama 3 began (arXiv 2407.21783, section 3.4.1).
 LARGER, MOST_TOKENS = {"micro_batch": 4, "num_micro_batches": 16}, 4 * 2**20
 SHORTEST_SEQ = 512
-# Strategies for alternatives, in the usual order of their speed. The first that has room and the last are costed.
-USUAL = ("zero1", "zero2", "shard_grad_op", "hybrid_shard_zero2", "hfsdp", "zero3")
 Kind = Literal["same", "batch", "nodes", "numbers", "less"]
 SAME = "the same training"
 EIGHT_BITS, SUMS = "8-bit moments", "gradients are summed in bf16"
@@ -71,12 +77,59 @@ class Alternative:
         return f"<{self.flags}: {self.entry.tokens_per_s:,.0f} tokens/s a GPU; {self.cost}>"
 
 
-def alternatives(plan: "Plan") -> tuple[Alternative, ...]:
+class Answer(Protocol):
+    @property
+    def recommended(self) -> Assessment | None: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Question:
+    """A plan to make. `subject_for`: the model under other settings. `has_shape`: all settings can be changed; a module
+    has its own, and its activations take long to find. `modes`: of checkpointing, to choose from. `has_micro_batch`: it
+    is given."""
+
+    subject_for: Callable[[Training], Subject | StatesOnly]
+    has_shape: bool
+    assess: Assessor
+    training: Training
+    modes: tuple[Checkpointing, ...]
+    strategy: Strategy | None
+    global_batch: int | None
+    has_micro_batch: bool
+    answer: Callable[["Question"], Answer]
+
+    @property
+    def choice(self) -> Choice:
+        world_size = self.assess.machine.cluster.world_size
+        batches = batches_of(self.training, self.global_batch, world_size, self.has_micro_batch)
+        return choices(self.training, self.modes, batches)
+
+    def changed(self, settings: Mapping[str, Any]) -> "Question":
+        """Return the question with other settings: fields of `Training`, the strategy, or the number of nodes."""
+        sizes = {name: value for name, value in settings.items() if name not in ("strategy", "nodes", "checkpointing")}
+        training, assess, machine = replace(self.training, **sizes), self.assess, self.assess.machine
+        if "lora" in sizes or "seq" in sizes:
+            subject = self.subject_for(training)
+            assert isinstance(subject, Subject)
+            assess = Assessor(subject, machine)
+        if "nodes" in settings:
+            assess = assess.on(replace(machine, cluster=replace(machine.cluster, num_nodes=settings["nodes"])))
+        return replace(
+            self,
+            assess=assess,
+            training=training,
+            modes=MODES if "checkpointing" in settings else self.modes,
+            strategy=settings.get("strategy", self.strategy),
+            has_micro_batch=self.has_micro_batch or "micro_batch" in sizes,
+        )
+
+
+def alternatives(question: Question, entries: Sequence[Assessment], best: Assessment | None) -> tuple[Alternative, ...]:
     """Return the best change of each kind, those that cost least first. Each is faster than the plan and than those
-    before it on the same GPUs."""
-    most = 0.0 if plan.recommended is None else plan.recommended.tokens_per_s
+    before it on the same GPUs. `entries`, `best`: the answer without a change."""
+    most = 0.0 if best is None else best.tokens_per_s
     found: dict[Kind, Alternative] = {}
-    for tried in _tried(plan):
+    for tried in _tried(question, entries, best):
         speed = tried.entry.tokens_per_s
         gain = MUCH_FASTER if "precision" in tried.settings else MIN_GAIN
         if tried.kind == "nodes" or (tried.kind == "less" and "less" in found):
@@ -91,20 +144,17 @@ def alternatives(plan: "Plan") -> tuple[Alternative, ...]:
     return tuple(chosen)
 
 
-def much_faster(plan: "Plan") -> Alternative | None:
+def much_faster(chosen: Sequence[Alternative], best: Assessment | None) -> Alternative | None:
     """Return the fastest alternative that trains all weights, if it is much faster than the plan."""
-    full = [tried for tried in plan.alternatives if tried.is_full]
-    best = max(full, key=lambda tried: tried.entry.tokens_per_s, default=None)
-    now = 0.0 if plan.recommended is None else plan.recommended.tokens_per_s
-    return best if best is not None and best.entry.tokens_per_s > MUCH_FASTER * now else None
+    full = [tried for tried in chosen if tried.is_full]
+    found = max(full, key=lambda tried: tried.entry.tokens_per_s, default=None)
+    now = 0.0 if best is None else best.tokens_per_s
+    return found if found is not None and found.entry.tokens_per_s > MUCH_FASTER * now else None
 
 
-def _tried(plan: "Plan") -> Iterator[Alternative]:
+def _tried(question: Question, entries: Sequence[Assessment], best: Assessment | None) -> Iterator[Alternative]:
     """Yield every change with which something fits with room, the cheapest first."""
-    question, best = plan.question, plan.recommended
-    if question is None:
-        return
-    if (tight := _tight(plan, question)) is not None:
+    if best is not None and (tight := _tight(question, entries, best)) is not None:
         yield tight
     for kind, change, cost in _changes(question, best):
         try:
@@ -113,20 +163,20 @@ def _tried(plan: "Plan") -> Iterator[Alternative]:
         except ConfigurationError:  # such as a batch that does not divide among so many GPUs
             continue
         if entry is not None and has_room(entry):
-            pinned = {} if "strategy" in change or question.strategy is not None else {"strategy": strategy_of(entry)}
+            pinned = {} if asked.strategy is not None else {"strategy": strategy_of(entry)}
             yield Alternative(kind, {**change, **pinned}, cost.format(share=_percent_trained(asked.assess)), entry)
 
 
-def _tight(plan: "Plan", question: "Question") -> Alternative | None:
+def _tight(question: Question, entries: Sequence[Assessment], best: Assessment) -> Alternative | None:
     """Return the fastest plan that leaves less room than it may be wrong by, if another one is recommended."""
-    tight = [entry for entry in plan.found if entry.fits and entry.is_tight and entry.is_exact]
-    tight = [entry for entry in tight if entry is not plan.recommended and isinstance(strategy_of(entry), str)]
-    if not tight or plan.recommended is None:
+    tight = [entry for entry in entries if entry.fits and entry.is_tight and entry.is_exact and entry is not best]
+    tight = [entry for entry in tight if isinstance(strategy_of(entry), str)]
+    if not tight:
         return None
     entry = max(tight, key=lambda entry: entry.tokens_per_s)
-    pinned = {"checkpointing": entry.training.checkpointing} if question.has_shape else {}
-    pinned |= {} if question.global_batch is None else _batch_of(entry.training)
-    settings = {**pinned, "strategy": strategy_of(entry)}
+    settings: dict[str, Any] = {"checkpointing": entry.training.checkpointing} if question.has_shape else {}
+    settings |= {} if question.global_batch is None else _batch_of(entry.training)
+    settings["strategy"] = strategy_of(entry)
     return Alternative("same", settings, f"{SAME}, but tight: {room_words(entry)}", entry)
 
 
@@ -141,14 +191,15 @@ def _batch_of(training: Training) -> dict[str, Any]:
     return {name: getattr(training, name) for name in LARGER}
 
 
-def _changes(question: "Question", best: Assessment | None) -> Iterator[tuple[Kind, dict[str, Any], str]]:
+def _changes(question: Question, best: Assessment | None) -> Iterator[tuple[Kind, dict[str, Any], str]]:
     """Yield settings that may help, and what they cost, the cheapest first."""
-    training, cluster, is_batch_free = question.training, question.machine.cluster, question.global_batch is None
+    training, cluster, is_batch_free = question.training, question.assess.machine.cluster, question.global_batch is None
+    is_open = not question.has_shape or len(question.modes) > 1
     is_here = best is not None and best.is_on_device
-    base: dict[str, Any] = {} if question.is_open else {"checkpointing": AUTO}
+    base: dict[str, Any] = {} if is_open else {"checkpointing": AUTO}
     if question.strategy is not None and not str(question.strategy).startswith(AUTO):
         yield "same", {**base, "strategy": AUTO}, SAME
-    if not question.is_open:
+    if not is_open:
         yield "same", {**base}, SAME
     if question.has_shape and question.has_micro_batch and training.micro_batch > 1:
         yield "same", {**base, **_batch_of(with_single_sequences(training))}, SAME
@@ -163,8 +214,7 @@ def _changes(question: "Question", best: Assessment | None) -> Iterator[tuple[Ki
         nodes *= 2
         yield "nodes", {**base, "nodes": nodes}, f"{nodes // cluster.num_nodes}x as many GPUs"
     if not is_batch_free:  # a search over all micro-batches takes long
-        size, num = question.batches[0]
-        base |= _batch_of(replace(training, micro_batch=size, num_micro_batches=num) if best is None else best.training)
+        base |= _batch_of(question.choice[0][0] if best is None else best.training)
     is_adamw, usual = training.optimizer == "adamw" and training.moments is None, training.precision
     if can_reduce_in_bf16(training):
         yield "numbers", {**base, "reduce": "bf16"}, f"{SUMS}: {OTHER_NUMBERS.format(before='with fp32 sums')}"
@@ -187,26 +237,28 @@ def _changes(question: "Question", best: Assessment | None) -> Iterator[tuple[Ki
         yield "less", {**base, "seq": seq}, f"sequences of {seq:,} tokens"
 
 
-def _best_with(question: "Question", before: Assessment | None) -> Assessment | None:
+def _best_with(question: Question, before: Assessment | None) -> Assessment | None:
     """Return a fast plan. Without a given strategy, only a few are costed: a search would take too long. `before`: the
     plan with smaller batches. If it is offloaded, gradients that stay on the device are tried, too."""
     if question.strategy is not None:
-        return question.answer().recommended
-    assess, choice = question.assess, choices(question.training, question.modes, question.batches)
+        return question.answer(question).recommended
+    assess, choice = question.assess, question.choice
     if before is not None and not before.is_on_device:
-        names = [name for name in OFFLOADS if layout_of(name).grads_on == "device"]
-        found = list(each_offloaded(assess, {name: layout_of(name) for name in names}, choice))
+        layouts = {name: layout_of(name) for name in OFFLOADS if layout_of(name).grads_on == "device"}
+        found = list(each_offloaded(assess, layouts, choice))
         if isinstance(strategy_of(before), str):
             found.append(assess_best(assess, before.name, before.layouts, choice))
         return fastest(found)
     known = FSDP2_HAS if question.training.engine == "fsdp2" else PRESETS
-    names = ["ddp" if assess.machine.cluster.world_size == 1 else USUAL[0], *USUAL[1:]]
-    names = [name for name in names if name in known]
+    names = [name for name, layout in PRESETS.items() if name in known and layout.is_exact and not layout.uses_host]
     smallest = choice[0][-1]
-    if not has_room(assess(names[-1], PRESETS[names[-1]], smallest)):
+    if not has_room(assess(MOST_SPLIT, PRESETS[MOST_SPLIT], smallest)):
         return None
-    first = next(name for name in names if has_room(assess(name, PRESETS[name], smallest)))
-    return fastest(assess_best(assess, name, PRESETS[name], choice) for name in dict.fromkeys((first, names[-1])))
+    # On several GPUs a layout that splits nothing updates all weights on each.
+    is_alone = assess.machine.cluster.world_size == 1
+    several = [name for name in names if is_alone or PRESETS[name].optimizer != "whole"]
+    first = next(name for name in several if has_room(assess(name, PRESETS[name], smallest)))
+    return fastest(assess_best(assess, name, PRESETS[name], choice) for name in dict.fromkeys((first, MOST_SPLIT)))
 
 
 def _percent_trained(assess: Assessor) -> float:

@@ -47,7 +47,7 @@ def plan_as_json(plan: Plan | States, num_tokens: float | None = None) -> Json:
             training |= {"micro_batch": None, "num_micro_batches": None}
         in_full = best or plan.found[0]
         rows = [_assessed(entry, plan, num_tokens, entry is in_full) for entry in plan.found]
-        much = much_faster(plan)
+        much = much_faster(plan.alternatives, best if isinstance(best, Assessment) else None)
         others = [_alternative(tried, plan, tried is much) for tried in plan.alternatives]
     return {
         "version": VERSION,

@@ -2,13 +2,13 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, Union
 
 from ..base.errors import ConfigurationError, did_you_mean
 from ..core.layout import MOST_SPLIT, PRESETS, Strategy
 from .assess import Assessment, Assessor, Machine, Subject
-from .changes import Alternative, alternatives, nearest_change, room_words
+from .changes import Alternative, Question, alternatives, nearest_change, room_words
 from .hardware.cluster import Cluster, make_cluster
 from .hardware.gpus import REAL, efficiency_of
 from .search import (
@@ -18,7 +18,6 @@ from .search import (
     assess_named,
     changed_presets,
     changes_after_auto,
-    choices,
     fastest,
     mixtures,
     offloads,
@@ -35,7 +34,6 @@ if TYPE_CHECKING:
 
 Model = Union[ModelShape, StatesOnly, Built, "nn.Module"]
 OPEN = "auto"  # the plan chooses the checkpointing
-MOST_SEQUENCES = 64  # maximum number of sequences per micro-batch in the search
 
 
 @dataclass(frozen=True, repr=False)
@@ -50,7 +48,7 @@ class Plan:
     why: str
     assess: Assessor = field(repr=False)
     choice: Choice = field(repr=False)
-    question: "Question | None" = field(default=None, repr=False)  # None: changes of the training are not tried
+    question: Question | None = field(default=None, repr=False)  # None: changes of the training are not tried
 
     @property
     def facts(self) -> Mapping[str, object]:
@@ -64,7 +62,7 @@ class Plan:
     @cached_property
     def alternatives(self) -> tuple[Alternative, ...]:
         """The best changes of the training, those that cost least in exactness first."""
-        return alternatives(self)
+        return () if self.question is None else alternatives(self.question, self.found, self.recommended)
 
     def __repr__(self) -> str:
         return f"<Plan of {self.subject.name} on {self.machine.cluster}: {self.recommended!r} of {len(self.found)}>"
@@ -127,7 +125,7 @@ def plan(
     has_micro_batch = training is not None or "micro_batch" in sizes
     training = replace(training, **sizes) if training is not None else Training(**sizes)
     machine, is_named = machine_of(cluster), isinstance(model, str) and not is_file(model)
-    subject = _subject(found, training, is_named)
+    subject = _subject(found, is_named, training)
     if isinstance(subject, StatesOnly):
         if global_batch is not None or training.compile or training.engine != "shardwise":
             raise ConfigurationError(
@@ -137,92 +135,31 @@ def plan(
         return states_of(subject, machine, training, strategy)
     modes: tuple[Checkpointing, ...] = (training.checkpointing,)
     if checkpointing == OPEN and isinstance(found, (ModelShape, Built)):
-        modes = modes_of(found)
-    return Question(
-        model=found,
-        is_named=is_named,
+        modes = MODES if isinstance(found, ModelShape) else ("none", "full")
+    question = Question(
+        subject_for=partial(_subject, found, is_named),
+        has_shape=isinstance(found, ModelShape),
         assess=Assessor(subject, machine),
         training=training,
         modes=modes,
         strategy=strategy,
         global_batch=global_batch,
         has_micro_batch=has_micro_batch,
-        search=search,
-    ).answer()
+        answer=partial(_answer, search),
+    )
+    return replace(_answer(search, question), question=question)
 
 
-def _subject(model: "Model", training: Training, is_named: bool) -> Subject | StatesOnly:
+def _subject(model: "Model", is_named: bool, training: Training) -> Subject | StatesOnly:
     if isinstance(model, ModelShape) and is_named and training.lora is not None:
         # A model known by name has no files: its frozen weights are assumed to be in the compute dtype.
         model = replace(model, dtype=training.formats.compute)
     return subject_for(model, training)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Question:
-    """A plan to make: the arguments of `sw.plan`. `is_named`: the model is a name; `has_micro_batch`: it is given."""
-
-    model: "Model"
-    is_named: bool
-    assess: Assessor
-    training: Training
-    modes: tuple[Checkpointing, ...]
-    strategy: Strategy | None
-    global_batch: int | None
-    has_micro_batch: bool
-    search: bool
-
-    @property
-    def machine(self) -> Machine:
-        return self.assess.machine
-
-    @property
-    def has_shape(self) -> bool:
-        """True if all settings can be changed; a module has its own, and its activations take long to find."""
-        return isinstance(self.model, ModelShape)
-
-    @property
-    def is_open(self) -> bool:
-        """True if the planner chooses the checkpointing, as far as it can."""
-        return not self.has_shape or len(self.modes) > 1
-
-    @property
-    def batches(self) -> Sequence[tuple[int, int]]:
-        return batches_of(self.training, self.global_batch, self.machine.cluster.world_size, self.has_micro_batch)
-
-    def answer(self) -> Plan:
-        choice = choices(self.training, self.modes, self.batches)
-        made = plan_for(self.assess, self.training, choice, strategy=self.strategy, search=self.search, has_disk=True)
-        return replace(made, question=self)
-
-    def changed(self, settings: Mapping[str, Any]) -> "Question":
-        """Return the question with other settings: fields of `Training`, the strategy, or the number of nodes."""
-        sizes = {name: value for name, value in settings.items() if name not in ("strategy", "nodes")}
-        modes, strategy = self.modes, settings.get("strategy", self.strategy)
-        if "checkpointing" in sizes:
-            mode = sizes.pop("checkpointing")
-            modes = modes_of(self.model) if mode == OPEN else (mode,)
-        training, assess = replace(self.training, **sizes), self.assess
-        if "lora" in sizes or "seq" in sizes:
-            subject = _subject(self.model, training, self.is_named)
-            assert isinstance(subject, Subject)
-            assess = Assessor(subject, self.machine)
-        if "nodes" in settings:
-            cluster = replace(self.machine.cluster, num_nodes=settings["nodes"])
-            assess = assess.on(replace(self.machine, cluster=cluster))
-        return replace(
-            self,
-            assess=assess,
-            training=training,
-            modes=modes,
-            strategy=strategy,
-            has_micro_batch=self.has_micro_batch or "micro_batch" in sizes,
-        )
-
-
-def modes_of(model: object) -> tuple[Checkpointing, ...]:
-    """Return the modes of checkpointing that the planner may choose from; a module keeps its own."""
-    return MODES if isinstance(model, ModelShape) else ("none", "full")
+def _answer(search: bool, question: Question) -> Plan:
+    training, strategy = question.training, question.strategy
+    return plan_for(question.assess, training, question.choice, strategy=strategy, search=search, has_disk=True)
 
 
 def plan_for(
@@ -269,29 +206,6 @@ def machine_of(cluster: str | Cluster | Machine) -> Machine:
         raise ConfigurationError(f"sw.plan: the cluster is {cluster!r}; give '8xH100-80GB', or sw.make_cluster(...)")
     made = make_cluster(cluster) if isinstance(cluster, str) else cluster
     return Machine(made, efficiency_of(made.gpu.name), REAL)
-
-
-def batches_of(
-    training: Training, global_batch: int | None, world_size: int, has_micro_batch: bool = False
-) -> Sequence[tuple[int, int]]:
-    """Return pairs (micro-batch size, micro-batches per step); several if only their product is given."""
-    if global_batch is None:
-        return [(training.micro_batch, training.num_micro_batches)]
-    per_gpu, rest = divmod(global_batch, world_size)
-    if rest or per_gpu < 1:
-        raise ConfigurationError(
-            f"a global batch of {global_batch} does not divide among {world_size} GPUs; give a multiple of {world_size}"
-        )
-    if has_micro_batch or training.num_micro_batches > 1:
-        size = training.micro_batch
-        num = training.num_micro_batches if training.num_micro_batches > 1 else per_gpu // size
-        if size * num != per_gpu:
-            raise ConfigurationError(
-                f"a global batch of {global_batch} is {per_gpu} sequences a GPU, but {num} micro-batches of {size} do "
-                "not make that; leave one of them out"
-            )
-        return [(size, num)]
-    return [(size, per_gpu // size) for size in range(1, min(per_gpu, MOST_SEQUENCES) + 1) if per_gpu % size == 0]
 
 
 def _why(assess: Assessor, entries: Sequence[Assessment], best: Assessment | None) -> str:

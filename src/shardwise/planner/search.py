@@ -7,6 +7,7 @@ keeps as much of the optimizer on the device as fits: whole parameters, the same
 needs no host memory. So if host memory is short, too, some fraction may fit although neither 0 nor 1 does.
 """
 
+import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -48,6 +49,7 @@ NARROW_GAIN = 0.05
 HOST_GAIN = {True: 0.05, False: 0.5}
 # A plan this close to the fastest counts as equally fast; the simpler of the two is then preferred.
 TIE = 0.01
+MOST_SEQUENCES = 64  # maximum number of sequences per micro-batch in the search
 # The trainings to try: one list for each batch, with one training for each checkpointing mode.
 Choice = tuple[tuple[Training, ...], ...]
 
@@ -58,6 +60,29 @@ def choices(training: Training, modes: Sequence[Checkpointing], batches: Sequenc
         tuple(replace(training, micro_batch=size, num_micro_batches=num, checkpointing=mode) for mode in modes)
         for size, num in batches
     )
+
+
+def batches_of(
+    training: Training, global_batch: int | None, world_size: int, has_micro_batch: bool = False
+) -> Sequence[tuple[int, int]]:
+    """Return pairs (micro-batch size, micro-batches per step); several if only their product is given."""
+    if global_batch is None:
+        return [(training.micro_batch, training.num_micro_batches)]
+    per_gpu, rest = divmod(global_batch, world_size)
+    if rest or per_gpu < 1:
+        raise ConfigurationError(
+            f"a global batch of {global_batch} does not divide among {world_size} GPUs; give a multiple of {world_size}"
+        )
+    if has_micro_batch or training.num_micro_batches > 1:
+        size = training.micro_batch
+        num = training.num_micro_batches if training.num_micro_batches > 1 else per_gpu // size
+        if size * num != per_gpu:
+            raise ConfigurationError(
+                f"a global batch of {global_batch} is {per_gpu} sequences a GPU, but {num} micro-batches of {size} do "
+                "not make that; leave one of them out"
+            )
+        return [(size, num)]
+    return [(size, per_gpu // size) for size in range(1, min(per_gpu, MOST_SEQUENCES) + 1) if per_gpu % size == 0]
 
 
 def assess_best(assess: Assessor, name: str, layouts: Layout | Sequence[Layout], choice: Choice) -> Assessment:
@@ -181,10 +206,6 @@ def _by_tens(names: Mapping[str, str]) -> Iterator[tuple[str, str]]:
             yield from ((stem + end, value) for end in ends)
 
 
-# Names of presets in sentences; others are written as they are.
-READABLE = {"ddp": "DDP", "zero1": "ZeRO-1", "zero2": "ZeRO-2", "zero3": "ZeRO-3", "hsdp": "HSDP"}
-
-
 def label_of(entry: Assessment) -> str:
     """Describe the strategy in words: "ZeRO-3 with 17 % of the optimizer on the host"."""
     leaves = [entry.layouts[at] for at in entry.schedule.leaves if entry.schedule.units[at].name != ALWAYS_WHOLE]
@@ -209,7 +230,7 @@ def _words(entry: Assessment, layout: Layout) -> str:
         part = f"{percent} % of " if what == "optimizer" and layout.kept else ""
         held.setdefault(getattr(layout, f"{what}_on"), []).append(part + words)
     moved = [f"{' and '.join(held[place])} {words}" for place, words in PLACES.items() if place in held]
-    return READABLE.get(base.name, base.name) + (f" with {', and '.join(moved)}" if moved else "")
+    return re.sub(r"^zero(?=\d)", "ZeRO-", base.name) + (f" with {', and '.join(moved)}" if moved else "")
 
 
 PLACES = {"host": "on the host", "disk": "on disk"}
