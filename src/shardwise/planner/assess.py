@@ -82,10 +82,10 @@ class Machine:
 
 # Memory of NCCL's communicators on a GPU, from published logs (1 to 2 GiB with a handful of groups).
 NCCL_BYTES = 1 << 30
-# The share of the memory by which a plan may be too low, unless free memory was measured. Of 119 own runs on one H200
-# 8 reserved over 5 % more than planned, 7 of them within the interval. Drivers and other people's code differ more.
+# The share of the memory by which a plan may be too low, unless free memory was measured. Of 120 own runs on one H200
+# 9 reserved over 5 % more than planned, 8 of them within the interval. Drivers and other people's code differ more.
 PLAN_ERROR = 0.05
-# A good plan leaves more: own runs took up to 9.6 % more than planned, and those of others were missed by 7 to 9 %.
+# A good plan leaves more: one own run took 10.7 % more than planned, and those of others were missed by 7 to 9 %.
 GOOD_ROOM = 0.10
 # Maximum number of micro-batches that are simulated; further ones cost the same as one in the middle.
 MAX_SIMULATED = 3
