@@ -5,6 +5,7 @@ added to the command, show the same figures. Changes are tried in the order of w
 the training is the same, then larger batches, more GPUs, other numbers, and training less than was asked for.
 """
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol
@@ -282,9 +283,11 @@ def nearest_change(
     """Return the first change that makes the strategy fit, as command-line flags; empty if none does. `nodes`: the flag
     for the number of nodes. `moving`: returns the flag for a layout with more state on the host."""
     training = entry.training
-    for smaller in _smaller_trainings(training):
-        if _fitting(assess, entry.layouts, smaller):
-            return flags_for(training, smaller, flags)
+    # Each of them needs less memory than the one before.
+    smaller = _smaller_trainings(training)
+    first = bisect_left(smaller, True, key=lambda each: _fitting(assess, entry.layouts, each) is not None)
+    if first < len(smaller):
+        return flags_for(training, smaller[first], flags)
     smallest = with_single_sequences(replace(training, checkpointing="full"))
     descriptions = ("the optimizer on the host", "optimizer and parameters on the host")
     is_movable = entry.is_on_device and len(set(entry.layouts)) == 1 and training.engine == "shardwise"
@@ -295,13 +298,15 @@ def nearest_change(
                 saved = (entry.needed_bytes - after.needed_bytes) / 1e9
                 times = entry.tokens_per_s / after.tokens_per_s
                 return f"{changed} ({description}: {saved:,.1f} GB less on each GPU, {times:.2f}x the time)"
-    num_nodes = assess.machine.cluster.num_nodes
-    while entry.layouts[0].optimizer == "world" and num_nodes < MOST_NODES:
-        num_nodes *= 2
+
+    def fits_on(num_nodes: int) -> bool:
         machine = replace(assess.machine, cluster=replace(assess.machine.cluster, num_nodes=num_nodes))
-        if _fitting(assess.on(machine), entry.layouts, smallest):
-            return f"{nodes} {num_nodes} {flags_for(training, smallest, flags)}".rstrip()
-    return ""
+        return _fitting(assess.on(machine), entry.layouts, smallest) is not None
+
+    counts = [assess.machine.cluster.num_nodes * 2**log for log in range(1, 11)]
+    counts = [num for num in counts if num <= MOST_NODES and entry.layouts[0].optimizer == "world"]
+    first = bisect_left(counts, True, key=fits_on)
+    return "" if first == len(counts) else f"{nodes} {counts[first]} {flags_for(training, smallest, flags)}".rstrip()
 
 
 def on_host(layout: Layout) -> Iterator[Layout]:
