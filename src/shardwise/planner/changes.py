@@ -49,8 +49,7 @@ LARGER, MOST_TOKENS = {"micro_batch": 4, "num_micro_batches": 16}, 4 * 2**20
 SHORTEST_SEQ = 512
 Kind = Literal["same", "batch", "nodes", "numbers", "less"]
 SAME = "the same training"
-EIGHT_BITS, SUMS = "8-bit moments", "gradients are summed in bf16"
-OTHER_NUMBERS = "not the same numbers as {before}"
+SUMS, OTHER_NUMBERS = "gradients are summed in bf16", "not the same numbers as"
 
 
 @dataclass(frozen=True, eq=False)
@@ -216,19 +215,15 @@ def _changes(question: Question, best: Assessment | None) -> Iterator[tuple[Kind
         yield "nodes", {**base, "nodes": nodes}, f"{nodes // cluster.num_nodes}x as many GPUs"
     if not is_batch_free:  # a search over all micro-batches takes long
         base |= _batch_of(question.choice[0][0] if best is None else best.training)
-    is_adamw, usual = training.optimizer == "adamw" and training.moments is None, training.precision
+    is_adamw = training.optimizer == "adamw" and training.moments is None
     if can_reduce_in_bf16(training):
-        yield "numbers", {**base, "reduce": "bf16"}, f"{SUMS}: {OTHER_NUMBERS.format(before='with fp32 sums')}"
+        yield "numbers", {**base, "reduce": "bf16"}, f"{SUMS}: {OTHER_NUMBERS} with fp32 sums"
     if is_adamw:
-        yield (
-            "numbers",
-            {**base, "optimizer": "adamw8bit"},
-            f"{EIGHT_BITS}: {OTHER_NUMBERS.format(before='with AdamW')}",
-        )
+        yield "numbers", {**base, "optimizer": "adamw8bit"}, f"8-bit moments: {OTHER_NUMBERS} with AdamW"
     if can_reduce_in_bf16(training) and is_adamw:
-        both = f"{EIGHT_BITS}, and {SUMS}: {OTHER_NUMBERS.format(before='with AdamW')}"
+        both = f"8-bit moments, and {SUMS}: {OTHER_NUMBERS} with AdamW"
         yield "numbers", {**base, "optimizer": "adamw8bit", "reduce": "bf16"}, both
-    if not is_here and usual == "bf16":
+    if not is_here and training.precision == "bf16":
         yield "numbers", {**base, "precision": "pure-bf16"}, "no fp32 masters: small updates are lost by rounding"
     if not is_here and training.lora is None and question.has_shape:
         yield "less", {**base, "lora": Lora()}, "LoRA: trains {share:.2g} % of the weights"

@@ -208,10 +208,13 @@ def _by_tens(names: Mapping[str, str]) -> Iterator[tuple[str, str]]:
 
 def label_of(entry: Assessment) -> str:
     """Describe the strategy in words: "ZeRO-3 with 17 % of the optimizer on the host"."""
-    leaves = [entry.layouts[at] for at in entry.schedule.leaves if entry.schedule.units[at].name != ALWAYS_WHOLE]
+    units = [(unit, layout) for unit, layout in zip(entry.schedule.units, entry.layouts, strict=True)]
+    units = [(unit, layout) for unit, layout in units if unit.name != ALWAYS_WHOLE] or units
+    leaves = [layout for unit, layout in units if not unit.holds_units]
     first, last = leaves[0], leaves[-1]
     num = leaves.count(first)
-    if set(leaves) != {first, last} or leaves != [first] * num + [last] * (len(leaves) - num):
+    holders = {layout for unit, layout in units if unit.holds_units}
+    if not holders <= {first} or leaves != [first] * num + [last] * (len(leaves) - num):
         return entry.name
     if first == last:
         return _words(entry, first)
