@@ -90,15 +90,17 @@ def assess_best(assess: Assessor, name: str, layouts: Layout | Sequence[Layout],
     the batches that leave as much room with one mode, the largest; batches are in ascending order."""
     fitting: dict[object, Assessment] = {}
     others: list[Assessment] = []
-    before = 0
+    before = first = 0
     for trainings in choice:
-        for training in trainings:
+        # A mode that has no room with a smaller batch has none with a larger one.
+        for at, training in enumerate(trainings[first:], first):
             found = assess(name, layouts, training)
             if found.fits:
                 fitting[training.checkpointing, found.is_tight, found.is_roomy] = found
             else:
                 others.append(found)
             if has_room(found):
+                first = at
                 break
         # The last mode needs the least memory. If even that does not fit and grows with the batch, no later batch fits.
         if not found.fits and found.needed_bytes > before > 0:
