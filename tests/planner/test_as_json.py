@@ -11,16 +11,21 @@ from shardwise.planner.planning import plan
 from shardwise.version import VERSION
 
 CLASSES = ["params", "grads", "optimizer", "activations", "gathered", "reduce", "loss"]
-TOP = {"version", "model", "cluster", "training", "strategies", "recommended", "why", "explain", "engine", "ours"}
+TOP = {"version", "model", "cluster", "training", "strategies", "recommended", "why", "alternatives", "explain"}
+TOP |= {"engine", "ours"}
 STRATEGY = {
     "name", "layout", "fits", "why_not", "per_gpu_bytes", "host_bytes", "spare_bytes", "disk_bytes", "traffic_bytes",
     "step_seconds", "unclipped_step_seconds", "tokens_per_second_per_gpu", "mfu",
 }  # fmt: skip
 BESIDE = {
     "strategy", "exact", "tight", "micro_batch", "num_micro_batches", "checkpointing", "peak", "instants", "timeline",
-    "traffic", "nearest", "compute_seconds", "optimizer_part_on_device",
+    "traffic", "nearest", "compute_seconds", "optimizer_part_on_device", "label", "room_bytes", "error_bytes",
 }  # fmt: skip
 PER_GPU = {*CLASSES, "context", "peak_active", "peak_reserved", "peak_reserved_low", "peak_reserved_high"}
+ALTERNATIVE = {
+    "kind", "flags", "settings", "cost", "label", "checkpointing", "tight", "needed_bytes", "room_bytes", "host_bytes",
+    "step_seconds", "tokens_per_second_per_gpu", "times_as_fast", "much_faster",
+}  # fmt: skip
 LANES = {"compute", "gather", "reduce", "copy", "host", "disk"}
 
 PLANS: dict[str, tuple[Any, ...]] = {
@@ -39,6 +44,7 @@ def answer(request: pytest.FixtureRequest) -> dict[str, Any]:
 def test_the_keys_are_these(answer: dict[str, Any]) -> None:
     assert set(answer) == TOP
     assert answer["version"] == VERSION
+    assert all(set(tried) == ALTERNATIVE for tried in answer["alternatives"])
     for row in answer["strategies"]:
         assert set(row) == STRATEGY | BESIDE
         assert set(row["per_gpu_bytes"]) == PER_GPU
@@ -62,6 +68,15 @@ def test_a_peak_is_what_lies_there(answer: dict[str, Any]) -> None:
         assert sizes["peak_active"] <= sum(sizes[name] for name in CLASSES)
         assert sizes["peak_active"] < sizes["peak_reserved_low"] < sizes["peak_reserved"] < sizes["peak_reserved_high"]
         assert row["peak"]["text"].startswith(f"peak {size(sizes['peak_active'])} at ")
+
+
+def test_room_is_what_the_needed_memory_leaves(answer: dict[str, Any]) -> None:
+    limit = answer["cluster"]["gpu"]["memory_bytes"]
+    for row in answer["strategies"]:
+        sizes = row["per_gpu_bytes"]
+        assert row["room_bytes"] == limit - sizes["peak_reserved"] - sizes["context"]
+        assert row["error_bytes"] >= 0.05 * limit - 1
+        assert row["tight"] == (row["fits"] and row["room_bytes"] < row["error_bytes"])
 
 
 def test_what_does_not_fit_says_why_and_what_would_help(answer: dict[str, Any]) -> None:

@@ -1,11 +1,16 @@
 """Peaks by the names that devices give themselves, and the FLOP of a token."""
 
+from dataclasses import replace
+
 import pytest
 
 from shardwise.base.dtypes import BF16, FP16, FP32
 from shardwise.bench.case import SHAPES
 from shardwise.bench.model import flops_of, num_params
 from shardwise.planner.hardware.gpus import flops_per_token, peak_flops
+from shardwise.planner.shapes.names import shape_of
+from shardwise.planner.subject import subject_of
+from shardwise.planner.training import Lora, Training
 
 
 @pytest.mark.parametrize(
@@ -52,3 +57,13 @@ def test_flops_of_a_token() -> None:
     smoke, tied = SHAPES["smoke"], SHAPES["llama-3.2-1b"]
     assert flops_of(smoke) == flops_per_token(num_params(smoke) - 256 * 64, 2, 64, 16)
     assert flops_of(tied) == flops_per_token(num_params(tied), tied.layers, tied.hidden, tied.tokens)
+
+
+def test_a_frozen_weight_has_no_gradient() -> None:
+    """4 FLOP instead of 6, as the trainer counts them; adapters of rank 16 at queries and values."""
+    shape, training = shape_of("llama-3-8b"), Training(lora=Lora(16))
+    full, lora = (subject_of(shape, each).flops_per_token for each in (replace(training, lora=None), training))
+    adapters = 32 * 16 * (4096 + 4096 + 4096 + 1024)
+    attention = 12 * 32 * 4096 * training.seq
+    assert full == 6 * shape.num_matmul_params + attention
+    assert lora == pytest.approx(4 * shape.num_matmul_params + 6 * adapters + attention)

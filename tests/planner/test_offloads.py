@@ -1,5 +1,6 @@
 """What goes to the host and to disk where the device is short: how much stays, what is refused, what is told."""
 
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -11,7 +12,7 @@ from shardwise.planner.assess import Assessment, Assessor, Machine
 from shardwise.planner.hardware.cluster import make_cluster
 from shardwise.planner.plan_json import plan_as_json
 from shardwise.planner.planning import Plan, machine_of, plan, plan_for
-from shardwise.planner.search import MODES, TIE, Choice, choices, has_room, strategy_of
+from shardwise.planner.search import HOST_GAIN, MODES, TIE, Choice, choices, has_room, strategy_of
 from shardwise.planner.shapes.shape import ModelShape, StatesOnly
 from shardwise.planner.subject import subject_of
 from shardwise.planner.training import Training
@@ -264,6 +265,7 @@ def test_activations_go_to_the_host_where_that_is_faster_than_computing_them_aga
     """With a bus that takes no time. On a real one it rarely is."""
     training = Training(micro_batch=4)
     on = small(round(0.8 * assessed("zero3", small(10**12), MANY, micro_batch=4).needed_bytes))
+    on = replace(on, cluster=replace(on.cluster, host_is_measured=True))
     fast = replace(on, cluster=replace(on.cluster, pcie=replace(on.cluster.pcie, gigabytes_per_s=1e4)))
     best, usual = (searched(each, training, open_choice(training)).recommended for each in (fast, on))
     assert best is not None
@@ -273,6 +275,12 @@ def test_activations_go_to_the_host_where_that_is_faster_than_computing_them_aga
     assert best.training.checkpointing == "none"
     assert best.tokens_per_s > usual.tokens_per_s * (1 + TIE)
     assert best.host_bytes == best.memory.activation_bytes * 2
+    # A small gain is no reason if the speed of the host is an assumption.
+    assumed = replace(fast, cluster=replace(fast.cluster, host_is_measured=False))
+    chosen = searched(assumed, training, open_choice(training)).recommended
+    assert chosen is not None
+    assert chosen.is_on_device
+    assert best.tokens_per_s < chosen.tokens_per_s * (1 + HOST_GAIN[False])
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -401,7 +409,9 @@ def test_the_table_has_the_hosts_memory(ask: Asker) -> None:
     taken = next(line for line in answer.out.splitlines() if line.startswith("> "))
     strategy = taken.split()[1]
     again = ask(*words, "--strategy", strategy)
-    assert f"Take {strategy}" in again.out
+    assert next(line for line in again.out.splitlines() if line.startswith("> ")).split()[1] == strategy
+    (label,) = {" ".join(each.out.split())[5:].partition(":")[0] for each in (answer, again)}
+    assert re.fullmatch(r"ZeRO-[23] with \d+ % of the optimizer( and the parameters)? on the host", label)
 
 
 def test_the_states_alone_count_what_stays() -> None:

@@ -12,8 +12,9 @@ import shardwise as sw
 from shardwise.core import mesh
 from shardwise.core.layout import PRESETS, layout_of
 from shardwise.planner.auto import machine_here
+from shardwise.planner.changes import nearest_change
 from shardwise.planner.hardware.cluster import make_cluster
-from shardwise.planner.planning import Plan, nearest_change, plan
+from shardwise.planner.planning import Plan, plan
 from shardwise.trainer import run_plan as planned
 from shardwise.trainer.checks import check_all, completed
 from shardwise.trainer.models.build import build

@@ -14,10 +14,11 @@ from ..core.schedule.state_bytes import saved_error_bytes
 from ..core.schedule.step_schedule import NUM_REDUCTIONS, NUM_ROW_SLOTS
 from ..version import VERSION
 from .assess import Assessment, Machine
+from .changes import Alternative, much_faster
 from .cost.peak import CLASSES, Instant
 from .cost.step_time import Span
 from .planning import Plan
-from .search import strategy_of
+from .search import label_of, strategy_of
 from .states import States, StatesRow
 from .training import OURS, TITLES
 
@@ -39,6 +40,7 @@ def plan_as_json(plan: Plan | States, num_tokens: float | None = None) -> Json:
     """Convert a plan. `num_tokens`: length of the whole training, for the number of days it takes."""
     best, training = plan.recommended, dataclasses.asdict(plan.training)
     ours = plan.ours if isinstance(plan, Plan) else None
+    others: list[Json] = []
     if isinstance(plan, States):
         rows = [_row(row) for row in plan.rows]
     else:
@@ -49,6 +51,8 @@ def plan_as_json(plan: Plan | States, num_tokens: float | None = None) -> Json:
             training |= {"micro_batch": None, "num_micro_batches": None}
         in_full = best or plan.found[0]
         rows = [strategy_as_json(entry, plan, num_tokens, entry is in_full) for entry in plan.found]
+        much = much_faster(plan.alternatives, best if isinstance(best, Assessment) else None)
+        others = [_alternative(tried, plan, tried is much) for tried in plan.alternatives]
     return {
         "version": VERSION,
         "model": dict(plan.facts),
@@ -57,10 +61,33 @@ def plan_as_json(plan: Plan | States, num_tokens: float | None = None) -> Json:
         "strategies": rows,
         "recommended": None if best is None else best.name,
         "why": plan.why,
+        "alternatives": others,
         "explain": explain(best) if isinstance(best, Assessment) and plan.training.engine == OURS else [],
         "engine": TITLES.get(plan.training.engine, ""),
         # The same strategy under our engine, if another one is planned.
         "ours": {key: getattr(ours, name) for key, name in _OURS.items()} if ours else None,
+    }
+
+
+def _alternative(tried: Alternative, plan: Plan, is_much_faster: bool) -> Json:
+    entry, best, settings = tried.entry, plan.recommended, dict(tried.settings)
+    if "lora" in settings:
+        settings["lora"] = settings["lora"].r
+    return {
+        "kind": tried.kind,
+        "flags": tried.flags,
+        "settings": settings,
+        "cost": tried.cost,
+        "label": label_of(entry),
+        "checkpointing": entry.training.checkpointing,
+        "tight": entry.is_tight,
+        "needed_bytes": entry.needed_bytes,
+        "room_bytes": entry.room_bytes,
+        "host_bytes": entry.host_bytes,
+        "step_seconds": entry.step_s,
+        "tokens_per_second_per_gpu": entry.tokens_per_s,
+        "times_as_fast": None if best is None else entry.tokens_per_s / best.tokens_per_s,
+        "much_faster": is_much_faster,
     }
 
 
@@ -71,7 +98,10 @@ def strategy_as_json(entry: Assessment, plan: Plan, num_tokens: float | None, in
         **_row(entry),
         "spare_bytes": entry.spare_bytes,
         "strategy": dataclasses.asdict(strategy) if isinstance(strategy, Layout) else strategy,
+        "label": label_of(entry),
         "tight": entry.fits and entry.is_tight,
+        "room_bytes": entry.room_bytes,
+        "error_bytes": entry.error_bytes,
         "nearest": "" if entry.fits else plan.refusals.get(entry.name, ""),
         "step_seconds": timing.step_s,
         "unclipped_step_seconds": entry.unclipped_s,
@@ -102,7 +132,10 @@ def _row(entry: Assessment | StatesRow) -> Json:
         "strategy": entry.name,
         "exact": all(layout.is_exact for layout in kinds),
         "fits": not entry.why_not,
+        "label": entry.name,
         "tight": False,
+        "room_bytes": None,
+        "error_bytes": None,
         "why_not": entry.why_not,
         "nearest": "",
         "micro_batch": entry.training.micro_batch,

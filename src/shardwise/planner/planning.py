@@ -1,14 +1,14 @@
 """`sw.plan`: predicts memory and step time of every strategy for a model on a cluster, and recommends one."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from functools import cached_property
-from typing import Any
+from functools import cached_property, partial
+from typing import TYPE_CHECKING, Any, Union
 
-from ..base.dtypes import BF16
 from ..base.errors import ConfigurationError, did_you_mean
-from ..core.layout import MOST_SPLIT, PRESETS, Layout, Strategy
+from ..core.layout import MOST_SPLIT, PRESETS, Strategy
 from .assess import Assessment, Assessor, Machine, Subject
+from .changes import Alternative, Question, alternatives, nearest_change, room_words
 from .hardware.cluster import Cluster, make_cluster
 from .hardware.gpus import REAL, efficiency_of
 from .search import (
@@ -18,7 +18,6 @@ from .search import (
     assess_named,
     changed_presets,
     changes_after_auto,
-    choices,
     fastest,
     mixtures,
     offloads,
@@ -30,8 +29,11 @@ from .states import States, states_of
 from .subject import Built, Planned, model_of, subject_for
 from .training import OURS, USUAL_SEQ, Checkpointing, Lora, Training
 
+if TYPE_CHECKING:
+    from torch import nn
+
+Model = Union[ModelShape, StatesOnly, Built, "nn.Module"]
 OPEN = "auto"  # the plan chooses the checkpointing
-MOST_SEQUENCES = 64  # maximum number of sequences per micro-batch in the search
 
 
 @dataclass(frozen=True, repr=False)
@@ -48,6 +50,7 @@ class Plan:
     assess: Assessor = field(repr=False)
     choice: Choice = field(repr=False)
     ours: Assessment | None = None
+    question: Question | None = field(default=None, repr=False)  # None: changes of the training are not tried
 
     @property
     def facts(self) -> Mapping[str, object]:
@@ -57,6 +60,11 @@ class Plan:
     def refusals(self) -> dict[str, str]:
         """The strategies that do not fit, by name, with a change that makes each of them fit; empty if none does."""
         return {entry.name: nearest_change(self.assess, entry) for entry in self.found if not entry.fits}
+
+    @cached_property
+    def alternatives(self) -> tuple[Alternative, ...]:
+        """The best changes of the training, those that cost least in exactness first."""
+        return () if self.question is None else alternatives(self.question, self.found, self.recommended)
 
     def __repr__(self) -> str:
         return f"<Plan of {self.subject.name} on {self.machine.cluster}: {self.recommended!r} of {len(self.found)}>"
@@ -70,6 +78,7 @@ class Plan:
             need += f" ({entry.spare_bytes / 1e9:,.1f} GB of it spare)" if entry.spare_bytes else ""
             step = f"{entry.step_s:.3f} s" + (f" ({entry.unclipped_s:.3f} s unclipped)" if entry.unclipped_s else "")
             lines.append(f"  {entry.name}: " + (f"{need}, {step}" if entry.fits else entry.why_not))
+        lines += [f"  or {tried!r}" for tried in self.alternatives]
         return "\n".join(lines)
 
 
@@ -117,11 +126,8 @@ def plan(
         sizes["lora"] = Lora(sizes["lora"])
     has_micro_batch = training is not None or "micro_batch" in sizes
     training = replace(training, **sizes) if training is not None else Training(**sizes)
-    if isinstance(found, ModelShape) and isinstance(model, str) and training.lora is not None and not is_file(model):
-        # A model known by name has no files: its frozen weights are assumed to be in the compute dtype.
-        found = replace(found, dtype=training.formats.compute)
-    machine = machine_of(cluster)
-    subject = subject_for(found, training)
+    machine, is_named = machine_of(cluster), isinstance(model, str) and not is_file(model)
+    subject = _subject(found, is_named, training)
     if isinstance(subject, StatesOnly):
         if global_batch is not None or training.compile or training.engine != "shardwise":
             raise ConfigurationError(
@@ -132,9 +138,30 @@ def plan(
     modes: tuple[Checkpointing, ...] = (training.checkpointing,)
     if checkpointing == OPEN and isinstance(found, (ModelShape, Built)):
         modes = MODES if isinstance(found, ModelShape) else ("none", "full")
-    batches = batches_of(training, global_batch, machine.cluster.world_size, has_micro_batch)
-    choice = choices(training, modes, batches)
-    return plan_for(Assessor(subject, machine), training, choice, strategy=strategy, search=search, has_disk=True)
+    question = Question(
+        subject_for=partial(_subject, found, is_named),
+        has_shape=isinstance(found, ModelShape),
+        assess=Assessor(subject, machine),
+        training=training,
+        modes=modes,
+        strategy=strategy,
+        global_batch=global_batch,
+        has_micro_batch=has_micro_batch,
+        answer=partial(_answer, search),
+    )
+    return replace(_answer(search, question), question=question)
+
+
+def _subject(model: "Model", is_named: bool, training: Training) -> Subject | StatesOnly:
+    if isinstance(model, ModelShape) and is_named and training.lora is not None:
+        # A model known by name has no files: its frozen weights are assumed to be in the compute dtype.
+        model = replace(model, dtype=training.formats.compute)
+    return subject_for(model, training)
+
+
+def _answer(search: bool, question: Question) -> Plan:
+    training, strategy = question.training, question.strategy
+    return plan_for(question.assess, training, question.choice, strategy=strategy, search=search, has_disk=True)
 
 
 def plan_for(
@@ -168,6 +195,8 @@ def plan_for(
         why = f"the fastest that fits with {', '.join(moves)}, {best.step_s:.3g} s a step"
     else:
         why = _why(assess, entries, best)
+    if best:
+        why += f"; {'tight: ' if best.is_tight else ''}{room_words(best)}"
     shown = best or min(entries, key=lambda entry: entry.needed_bytes)
     ours, comparison = None, ""
     if training.engine != OURS:
@@ -190,29 +219,6 @@ def machine_of(cluster: str | Cluster | Machine) -> Machine:
     return Machine(made, efficiency_of(made.gpu.name), REAL)
 
 
-def batches_of(
-    training: Training, global_batch: int | None, world_size: int, has_micro_batch: bool = False
-) -> Sequence[tuple[int, int]]:
-    """Return pairs (micro-batch size, micro-batches per step); several if only their product is given."""
-    if global_batch is None:
-        return [(training.micro_batch, training.num_micro_batches)]
-    per_gpu, rest = divmod(global_batch, world_size)
-    if rest or per_gpu < 1:
-        raise ConfigurationError(
-            f"a global batch of {global_batch} does not divide among {world_size} GPUs; give a multiple of {world_size}"
-        )
-    if has_micro_batch or training.num_micro_batches > 1:
-        size = training.micro_batch
-        num = training.num_micro_batches if training.num_micro_batches > 1 else per_gpu // size
-        if size * num != per_gpu:
-            raise ConfigurationError(
-                f"a global batch of {global_batch} is {per_gpu} sequences a GPU, but {num} micro-batches of {size} do "
-                "not make that; leave one of them out"
-            )
-        return [(size, num)]
-    return [(size, per_gpu // size) for size in range(1, min(per_gpu, MOST_SEQUENCES) + 1) if per_gpu % size == 0]
-
-
 def _why(assess: Assessor, entries: Sequence[Assessment], best: Assessment | None) -> str:
     if best is None:
         # Take the strategy that needs the least memory, and name a change with which it fits.
@@ -228,8 +234,12 @@ def _why(assess: Assessor, entries: Sequence[Assessment], best: Assessment | Non
     others = [entry for entry in entries if entry.fits and entry is not best]
     if assess.machine.cluster.world_size == 1:
         return "it fits on one GPU, and there is no other rank to share with"
-    is_fastest = all(entry.is_exact or entry.tokens_per_s <= best.tokens_per_s for entry in others)
-    text = f"the fastest that fits{'' if is_fastest else ' and is exact'}, {best.step_s:.3g} s a step"
+    faster = [entry for entry in others if entry.tokens_per_s > best.tokens_per_s * (1 + TIE)]
+    needs_more = any(entry.is_exact and entry.is_on_device for entry in faster)
+    text = "the fastest that fits" + (" with room" if needs_more else "")
+    text += " without the host" if any(entry.is_exact and not entry.is_on_device for entry in faster) else ""
+    text += " and is exact" if any(not entry.is_exact for entry in faster) else ""
+    text += f", {best.step_s:.3g} s a step"
     for entry in others:
         if entry.tokens_per_s * 1.005 < best.tokens_per_s and set(entry.layouts) == {PRESETS[MOST_SPLIT]}:
             text += f", {best.tokens_per_s / entry.tokens_per_s:.2f}x as fast as {entry.name}"
@@ -240,8 +250,9 @@ def _why(assess: Assessor, entries: Sequence[Assessment], best: Assessment | Non
 def _why_off_device(entries: Sequence[Assessment], best: Assessment) -> str:
     """Say how much state is offloaded, where to, and why."""
     fits_here = any(entry.fits and entry.is_on_device for entry in entries)
-    text = f"{'it has more room than' if fits_here else 'nothing fits'} on the device alone, and of what fits it is "
-    text += f"the fastest, {best.step_s:.3g} s a step"
+    text = "it has more room than" if fits_here else "nothing fits"
+    text += f" on the device alone, and of what fits {'with room ' if fits_here else ''}it is the fastest"
+    text += f", {best.step_s:.3g} s a step"
     part, cluster = best.part_on_device, best.machine.cluster
     if 0 < part < 1:
         text += f"; {part:.0%} of the optimizer stays on the device, as much as fits there"
@@ -254,95 +265,3 @@ def _why_off_device(entries: Sequence[Assessment], best: Assessment) -> str:
             f"; {best.spare_bytes / 1e9:,.1f} GB of this are spare, for {best.unclipped_s:.3g} s if nothing is clipped"
         )
     return text
-
-
-MOST_NODES = 1024  # maximum number of nodes that `nearest_change` tries
-FLAGS = {  # of `shardwise plan`, by field of `Training`
-    "checkpointing": "--checkpointing",
-    "micro_batch": "--micro-batch",
-    "num_micro_batches": "--accumulation",
-    "reduce": "--reduce-dtype",
-    "optimizer": "--optimizer",
-}
-
-
-def flags_for(before: Training, after: Training, flags: Mapping[str, str] = FLAGS) -> str:
-    """Return the flags that change one training into the other."""
-    changed = [name for name in flags if getattr(before, name) != getattr(after, name)]
-    return " ".join(f"{flags[name]} {getattr(after, name)}" for name in changed)
-
-
-def nearest_change(
-    assess: Assessor,
-    entry: Assessment,
-    flags: Mapping[str, str] = FLAGS,
-    nodes: str = "--nodes",
-    moving: Callable[[Layout], str] = lambda layout: f"--strategy {layout.name}",
-) -> str:
-    """Return the first change that makes the strategy fit, as command-line flags; empty if none does. `nodes`: the flag
-    for the number of nodes. `moving`: returns the flag for a layout with more state on the host."""
-    training = entry.training
-    for smaller in _smaller_trainings(training):
-        if _fitting(assess, entry.layouts, smaller):
-            return flags_for(training, smaller, flags)
-    smallest = with_single_sequences(replace(training, checkpointing="full"))
-    descriptions = ("the optimizer on the host", "optimizer and parameters on the host")
-    is_movable = entry.is_on_device and len(set(entry.layouts)) == 1 and training.engine == "shardwise"
-    for description, layout in zip(descriptions, on_host(entry.layouts[0]) if is_movable else (), strict=False):
-        for candidate in dict.fromkeys((training, smallest)):
-            if after := _fitting(assess, [layout] * len(entry.layouts), candidate):
-                changed = f"{moving(layout)} {flags_for(training, candidate, flags)}".rstrip()
-                saved = (entry.needed_bytes - after.needed_bytes) / 1e9
-                times = entry.tokens_per_s / after.tokens_per_s
-                return f"{changed} ({description}: {saved:,.1f} GB less on each GPU, {times:.2f}x the time)"
-    num_nodes = assess.machine.cluster.num_nodes
-    while entry.layouts[0].optimizer == "world" and num_nodes < MOST_NODES:
-        num_nodes *= 2
-        machine = replace(assess.machine, cluster=replace(assess.machine.cluster, num_nodes=num_nodes))
-        if _fitting(assess.on(machine), entry.layouts, smallest):
-            return f"{nodes} {num_nodes} {flags_for(training, smallest, flags)}".rstrip()
-    return ""
-
-
-def on_host(layout: Layout) -> Iterator[Layout]:
-    """Yield the layout with gradients and optimizer on the host; then, if possible, with the parameters there too."""
-    moved = replace(layout, grads_on="host", optimizer_on="host", kept=0.0)
-    yield moved
-    try:
-        moved = replace(moved, params_on="host")
-    except ConfigurationError:
-        return
-    yield moved
-
-
-def _fitting(assess: Assessor, layouts: Sequence[Layout], training: Training) -> Assessment | None:
-    """Return the assessment if it fits, else None; also None if it cannot be made (checkpointing without blocks)."""
-    try:
-        entry = assess(layouts[0].name, layouts, training)
-    except ConfigurationError:
-        return None
-    return entry if entry.fits else None
-
-
-def _smaller_trainings(training: Training) -> list[Training]:
-    """Return trainings that need less and less memory: each includes the changes of those before it."""
-    found = [training, replace(training, checkpointing="full")]
-    found.append(with_single_sequences(found[-1]))
-    if can_reduce_in_bf16(training):
-        found.append(replace(found[-1], reduce="bf16"))
-    if training.optimizer == "adamw":
-        found.append(with_adamw8bit(found[-1]))
-    return list(dict.fromkeys(found))[1:]
-
-
-def with_single_sequences(training: Training) -> Training:
-    num = training.num_micro_batches * training.micro_batch
-    return replace(training, micro_batch=1, num_micro_batches=num)
-
-
-def can_reduce_in_bf16(training: Training) -> bool:
-    return training.formats.reduce.itemsize == 4 and training.formats.compute == BF16
-
-
-def with_adamw8bit(training: Training) -> Training:
-    return replace(training, optimizer="adamw8bit", moments=None)

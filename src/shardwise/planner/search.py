@@ -7,13 +7,17 @@ keeps as much of the optimizer on the device as fits: whole parameters, the same
 needs no host memory. So if host memory is short, too, some fraction may fit although neither 0 nor 1 does.
 """
 
+import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
+from itertools import groupby
+from math import inf
 from operator import attrgetter
 
 from ..base.errors import ConfigurationError
+from ..base.text import plural
 from ..core.layout import (
     ACTIVATION_OFFLOADS,
     ALWAYS_WHOLE,
@@ -35,11 +39,17 @@ from .training import Checkpointing, Training
 
 # Checkpointing costs time, so the search takes the first mode that fits.
 MODES: tuple[Checkpointing, ...] = ("none", "selective", "full")
-# A tight plan is preferred to one with room only if it is this much faster. So is a plan that needs host memory.
-TIGHT_GAIN = 0.05
-HOST_GAIN = 0.05
+# A tight plan is preferred only if it is this much faster than those with room: never, if the free memory is not known.
+# If it was measured, the plan's error is small (see the log: a run of 92 ms was refused for one of 178).
+TIGHT_GAIN = {True: 0.5, False: inf}
+# A plan that leaves less than `GOOD_ROOM` is preferred only if it is this much faster than those that leave it.
+NARROW_GAIN = 0.05
+# So is a plan that needs host memory. If the host was not measured, its speed is an assumption, which was wrong by up
+# to a factor of three, while recomputing activations instead costs a step at most 1.44x its time in published runs.
+HOST_GAIN = {True: 0.05, False: 0.5}
 # A plan this close to the fastest counts as equally fast; the simpler of the two is then preferred.
 TIE = 0.01
+MOST_SEQUENCES = 64  # maximum number of sequences per micro-batch in the search
 # The trainings to try: one list for each batch, with one training for each checkpointing mode.
 Choice = tuple[tuple[Training, ...], ...]
 
@@ -52,22 +62,51 @@ def choices(training: Training, modes: Sequence[Checkpointing], batches: Sequenc
     )
 
 
+def batches_of(
+    training: Training, global_batch: int | None, world_size: int, has_micro_batch: bool = False
+) -> Sequence[tuple[int, int]]:
+    """Return pairs (micro-batch size, micro-batches per step); several if only their product is given."""
+    if global_batch is None:
+        return [(training.micro_batch, training.num_micro_batches)]
+    per_gpu, rest = divmod(global_batch, world_size)
+    if rest or per_gpu < 1:
+        raise ConfigurationError(
+            f"a global batch of {global_batch} does not divide among {world_size} GPUs; give a multiple of {world_size}"
+        )
+    if has_micro_batch or training.num_micro_batches > 1:
+        size = training.micro_batch
+        num = training.num_micro_batches if training.num_micro_batches > 1 else per_gpu // size
+        if size * num != per_gpu:
+            raise ConfigurationError(
+                f"a global batch of {global_batch} is {per_gpu} sequences a GPU, but {num} micro-batches of {size} do "
+                "not make that; leave one of them out"
+            )
+        return [(size, num)]
+    return [(size, per_gpu // size) for size in range(1, min(per_gpu, MOST_SEQUENCES) + 1) if per_gpu % size == 0]
+
+
 def assess_best(assess: Assessor, name: str, layouts: Layout | Sequence[Layout], choice: Choice) -> Assessment:
-    """Return the fastest plan that fits, else the one that needs least. The first mode with room is the fastest."""
-    fitting: list[Assessment] = []
+    """Return the fastest plan that fits, else the one that needs least. The first mode with room is the fastest, and of
+    the batches that leave as much room with one mode, the largest; batches are in ascending order."""
+    fitting: dict[object, Assessment] = {}
     others: list[Assessment] = []
-    before = 0
+    before = first = 0
     for trainings in choice:
-        for training in trainings:
+        # A mode that has no room with a smaller batch has none with a larger one.
+        for at, training in enumerate(trainings[first:], first):
             found = assess(name, layouts, training)
-            (fitting if found.fits else others).append(found)
+            if found.fits:
+                fitting[training.checkpointing, found.is_tight, found.is_roomy] = found
+            else:
+                others.append(found)
             if has_room(found):
+                first = at
                 break
         # The last mode needs the least memory. If even that does not fit and grows with the batch, no later batch fits.
         if not found.fits and found.needed_bytes > before > 0:
             break
         before = found.needed_bytes
-    best = fitting[0] if len(fitting) == 1 else fastest(fitting)
+    best = next(iter(fitting.values())) if len(fitting) == 1 else fastest(fitting.values())
     return min(others, key=lambda found: found.needed_bytes) if best is None else best
 
 
@@ -107,7 +146,8 @@ def has_room(entry: Assessment) -> bool:
 
 
 def most_kept(assess: Assessor, split: str, kept: str, training: Training) -> Assessment | None:
-    """Keep as many leaf units gathered as fit, the last ones first: the backward needs them first."""
+    """Keep as many leaf units gathered as fit, the last ones first: the backward needs them first. A plan that is roomy
+    without them stays roomy."""
     candidates = [index for index, unit in enumerate(assess.subject.units) if not unit.holds_units][::-1]
     base = [PRESETS[split]] * len(assess.unit_names)
 
@@ -118,7 +158,8 @@ def most_kept(assess: Assessor, split: str, kept: str, training: Training) -> As
         return assess(f"{split}+{kept}", layouts, training)
 
     # Memory grows with the number of kept units.
-    num = bisect_left(range(1, len(candidates)), True, key=lambda num: not has_room(with_kept(num)))
+    has_enough = attrgetter("is_roomy") if with_kept(0).is_roomy else has_room
+    num = bisect_left(range(1, len(candidates)), True, key=lambda num: not has_enough(with_kept(num)))
     if num == 0:
         return None
     found = with_kept(num)
@@ -127,14 +168,19 @@ def most_kept(assess: Assessor, split: str, kept: str, training: Training) -> As
 
 
 def fastest(found: Iterable[Assessment], tie: float = TIE) -> Assessment | None:
-    """Return the fastest plan that fits with room, else the fastest that fits; among equals, the first."""
+    """Return the fastest plan that fits; among equals, the first. Plans with room and on the device are preferred."""
     fitting = [entry for entry in found if entry.fits]
-    roomy = max((entry.tokens_per_s for entry in fitting if has_room(entry)), default=0.0)
-    fitting = [entry for entry in fitting if has_room(entry) or entry.tokens_per_s > roomy * (1 + TIGHT_GAIN)]
-    here = max((entry.tokens_per_s for entry in fitting if entry.is_on_device), default=0.0)
-    fitting = [entry for entry in fitting if entry.is_on_device or entry.tokens_per_s > here * (1 + HOST_GAIN)]
     if not fitting:
         return None
+    machine = fitting[0].machine
+    preferences = (
+        (TIGHT_GAIN[machine.free_bytes is not None], has_room),
+        (HOST_GAIN[machine.cluster.host_is_measured], attrgetter("is_on_device")),
+        (NARROW_GAIN, attrgetter("is_roomy")),
+    )
+    for gain, is_preferred in preferences:
+        if most := max((entry.tokens_per_s for entry in fitting if is_preferred(entry)), default=0.0):
+            fitting = [entry for entry in fitting if is_preferred(entry) or entry.tokens_per_s > most * (1 + gain)]
     best = max(entry.tokens_per_s for entry in fitting)
     return next(entry for entry in fitting if entry.tokens_per_s >= best * (1 - tie))
 
@@ -148,7 +194,7 @@ def strategy_of(found: Assessment) -> Strategy:
         if layout != most
     }
     if others:
-        return {**others, "*": most.name}
+        return {**dict(_by_tens(others)), "*": most.name}
     return most.name if most.name != "custom" else most
 
 
@@ -157,6 +203,49 @@ def _known(assess: Assessor, choice: Choice) -> Sequence[str]:
     engine = choice[0][0].engine
     has_nodes = engine != "deepspeed" or assess.machine.cluster.num_nodes > 1
     return [name for name in ENGINE_HAS.get(engine, tuple(PRESETS)) if has_nodes or PRESETS[name].is_exact]
+
+
+def _by_tens(names: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    """Shorten blocks.12, ..., blocks.19 of one value to the pattern blocks.1[2-9]."""
+    for (stem, value), group in groupby(names.items(), key=lambda item: (item[0][:-1], item[1])):
+        ends = "".join(name[-1] for name, _ in group)
+        if len(ends) > 1 and ends in "0123456789":
+            yield f"{stem}[{ends[0]}-{ends[-1]}]", value
+        else:
+            yield from ((stem + end, value) for end in ends)
+
+
+def label_of(entry: Assessment) -> str:
+    """Describe the strategy in words: "ZeRO-3 with 17 % of the optimizer on the host"."""
+    units = [(unit, layout) for unit, layout in zip(entry.schedule.units, entry.layouts, strict=True)]
+    units = [(unit, layout) for unit, layout in units if unit.name != ALWAYS_WHOLE] or units
+    leaves = [layout for unit, layout in units if not unit.holds_units]
+    first, last = leaves[0], leaves[-1]
+    num = leaves.count(first)
+    holders = {layout for unit, layout in units if unit.holds_units}
+    if not holders <= {first} or leaves != [first] * num + [last] * (len(leaves) - num):
+        return entry.name
+    if first == last:
+        return _words(entry, first)
+    if last.uses_disk:
+        return f"{_words(entry, last)}, the first {plural(num, 'unit')} on the host"
+    return f"{_words(entry, first)}, the last {plural(len(leaves) - num, 'unit')} as {_words(entry, last)}"
+
+
+def _words(entry: Assessment, layout: Layout) -> str:
+    base = replace(layout.on_device, activations_on="device")
+    if base.name == "custom" or layout.codecs:
+        return entry.name
+    held: dict[str, list[str]] = {}
+    percent = round(100 * (1 - entry.part_on_device))
+    for what, words in (("optimizer", "the optimizer"), ("params", "the parameters"), ("activations", "activations")):
+        part = f"{percent} % of " if what == "optimizer" and layout.kept else ""
+        held.setdefault(getattr(layout, f"{what}_on"), []).append(part + words)
+    moved = [f"{' and '.join(held[place])} {words}" for place, words in PLACES.items() if place in held]
+    return re.sub(r"^zero(?=\d)", "ZeRO-", base.name) + (f" with {', and '.join(moved)}" if moved else "")
+
+
+PLACES = {"host": "on the host", "disk": "on disk"}
 
 
 def assess_named(assess: Assessor, strategy: Strategy, choice: Choice) -> Assessment:
@@ -213,15 +302,15 @@ def _offloaded(assess: Assessor, found: Sequence[Assessment], choice: Choice, ha
     layouts = {name: layout for name, layout in layouts.items() if has_disk or not layout.uses_disk}
     tried: list[Assessment] = []
     if not any(has_room(entry) and entry.is_on_device for entry in found):
-        tried += _each(assess, layouts, choice)
+        tried += each_offloaded(assess, layouts, choice)
     tried += _with_offloaded_activations(assess, found, choice)
     yield from tried
     if not any(map(has_room, (*found, *tried))):
         moved = [replace(layout, activations_on="host") for layout in layouts.values()]
-        yield from _each(assess, {layout.name: layout for layout in moved}, choice)
+        yield from each_offloaded(assess, {layout.name: layout for layout in moved}, choice)
 
 
-def _each(assess: Assessor, layouts: Mapping[str, Layout], choice: Choice) -> Iterator[Assessment]:
+def each_offloaded(assess: Assessor, layouts: Mapping[str, Layout], choice: Choice) -> Iterator[Assessment]:
     """Yield the fastest plan of each layout, with as much of the optimizer on the device as fits. A disk is
     considered only if host memory is too small."""
     parts = _parts(assess.subject.units)
@@ -276,7 +365,7 @@ def _most_kept(
         short = f"{name}+optimizer={layout.optimizer_on}:{round(1 - part, 4):g}"
         return assess(short if part and name in PRESETS else kept.name, kept, training)
 
-    for bytes_of in (attrgetter("high_bytes"), attrgetter("needed_bytes")):
+    for bytes_of in (attrgetter("safe_bytes"), attrgetter("needed_bytes")):
         index = bisect_right(parts, assess.machine.memory_bytes, key=lambda part: bytes_of(with_kept(part)))
         # If host memory is too small, the second pass accepts a tight plan: more state stays on the device.
         if index and with_kept(parts[index - 1]).fits:

@@ -102,12 +102,16 @@ def subject_of(shape: ModelShape, training: Training) -> Subject:
         facts |= {"num_experts": shape.num_experts, "num_active_experts": shape.num_active_experts}
     if note := "; ".join(filter(None, _notes(shape, training))):
         facts["note"] = note
+    units, num_multiplying = tuple(units_of(shape, training.lora)), float(shape.num_matmul_params)
+    if training.lora is not None:  # weights that are frozen have no gradient: 4 FLOP instead of 6, as in the trainer
+        adapters = sum(param.num_elems for unit in units for param in unit.params if param.trainable)
+        num_multiplying = adapters + num_multiplying * 2 / 3
     return Subject(
         name=shape.name,
-        units=tuple(units_of(shape, training.lora)),
+        units=units,
         works=lambda asked: works_of(shape, asked),
         flops_per_token=flops_per_token(
-            shape.num_matmul_params,
+            num_multiplying,
             sum(not kind.linear_heads[0] for kind in shape.kinds),
             shape.attention_width,
             training.seq,
@@ -165,7 +169,9 @@ def subject_of_module(model: "nn.Module", training: Training, units: "Units" = "
             f"a language model can: {type(error).__name__}: {str(error).partition(chr(10))[0]}"
         ) from error
     # Counted like `flops_per_token`: attention in full, although a causal kernel computes only half of it.
-    flops = sum(work.flops + work.attention_flops for work in works(training).values())
+    ran = works(training).values()
+    flops: float = sum(product.flops * (3 if product.trainable else 2) for work in ran for product in work.products)
+    flops += 6 * sum(work.attention_flops for work in ran)
     facts: dict[str, object] = {"name": built_from or type(model).__name__, "num_params": num_elems_of(found)}
     if built_from:
         facts["class"] = type(model).__name__
@@ -177,7 +183,7 @@ def subject_of_module(model: "nn.Module", training: Training, units: "Units" = "
             f"{num_elems_of(idle) / 1e6:,.0f}M parameters ({idle[0].name}, ...) do not run on them, and only their "
             "state and traffic are counted"
         )
-    return Subject(str(facts["name"]), tuple(found), works, 3 * flops / training.num_tokens, facts)
+    return Subject(str(facts["name"]), tuple(found), works, flops / training.num_tokens, facts)
 
 
 _NOTHING = Work(0, 0, 0, 0)

@@ -4,6 +4,7 @@
 Strategies with equal numbers are shown as one: on a single node, for example, `hsdp` equals `zero3`.
 """
 
+import json
 import math
 import re
 from functools import cached_property
@@ -106,6 +107,7 @@ class Strategy:
     def __init__(self, row: Json, plan: "Plan") -> None:
         self.row = row
         self.name = self.title = text_of(row.get("name"))
+        self.label = text_of(row.get("label")) or self.name  # in words
         self.fits = bool(row.get("fits"))
         self.is_exact = row.get("exact") is not False  # no collective is quantised
         self.step_s, self.speed = number(row.get("step_seconds")), number(row.get("tokens_per_second_per_gpu"))
@@ -126,6 +128,7 @@ class Strategy:
         if low is not None and high is not None and high > low:
             self.interval = (low + amount(self.held, CONTEXT), high + amount(self.held, CONTEXT))
         # Tight: the expected memory fits, the upper estimate does not.
+        self.room = number(row.get("room_bytes"))
         is_over = plan.limit is not None and self.interval is not None and self.interval[1] > plan.limit
         self.is_tight = bool(row["tight"]) if isinstance(row.get("tight"), bool) else self.fits and is_over
         self._read_batch()
@@ -169,6 +172,13 @@ class Strategy:
         for pattern, value in layout.items():
             patterns.setdefault(text_of(value), []).append(text_of(pattern))
         return "; ".join(f"{', '.join(_ranges(names))}: {value}" for value, names in patterns.items())
+
+    @property
+    def option(self) -> str:
+        """The strategy as an option of the command line."""
+        layout = self.row.get("strategy", self.name)
+        is_plain = isinstance(layout, str)
+        return f"--strategy {text_of(layout) if is_plain else repr(text_of(json.dumps(layout)))}"
 
     @property
     def days(self) -> str:
@@ -254,14 +264,39 @@ class Plan:
         if engine and self.reason:
             return f"{engine}: {self.reason}"
         if self.best is not None:
-            days = f"; {self.best.costs} in all" if self.best.costs else ""
-            return f"Take {self.best.name}" + (f": {self.reason}{days}" if self.reason else f"{days}.")
+            more = f"; {self.best.costs} in all" if self.best.costs else ""
+            much = [tried for tried in self.alternatives if tried.get("much_faster")]
+            for tried in much:
+                more += (
+                    f"; or {number(tried.get('times_as_fast')) or 0:.1f}x as fast with {text_of(tried.get('flags'))}"
+                )
+            return f"Take {self.best.label}" + (f": {self.reason}{more}" if self.reason else f"{more}.")
         if not self.strategies:
             return "Nothing was planned."
         nearest, *others = self.strategies
         # A plan of a single strategy may recommend nothing, although this strategy fits.
         says = "fits" if nearest.fits else "does not fit"
         return self.reason or ("Nothing fits." if others else f"{nearest.name} {says}.")
+
+    @property
+    def alternatives(self) -> list[Json]:
+        return rows(self.json.get("alternatives"))
+
+    @property
+    def alternative_words(self) -> list[tuple[str, str]]:
+        """Flags of each alternative; its speed, memory and strategy, and how the training differs."""
+        found = []
+        for tried in self.alternatives:
+            speed, times = whole(number(tried.get("tokens_per_second_per_gpu"))), number(tried.get("times_as_fast"))
+            mode = text_of(tried.get("checkpointing"))
+            words = _joined(
+                f"{speed} tok/s/{self.device}" + (f" ({times:.1f}x)" if times else ""),
+                f"{gigabytes(amount(tried, 'needed_bytes'))} GB",
+                text_of(tried.get("label")),
+                f"{mode} checkpointing" if mode not in ("", "none") else "",
+            )
+            found.append((text_of(tried.get("flags")), f"{words}: {text_of(tried.get('cost'))}"))
+        return found
 
     @property
     def model_words(self) -> str:

@@ -22,7 +22,7 @@ LEFT = ("cluster", "strategy", "with", "fits", "of ")  # columns that are aligne
 # If a row is too wide, columns are dropped in this order; at INTERVALS the intervals of memory are dropped. Columns of
 # host and disk are the first ones, unless the recommended strategy needs them.
 OFFLOADED = ("disk GB", "host GB")
-LEAST = ("GB in node", "between", INTERVALS, "of ", "MFU", "days", "unclipped", "tok/s/", "with")
+LEAST = ("GB in node", "between", INTERVALS, "of ", "free", "MFU", "days", "unclipped", "tok/s/", "with")
 
 
 class Line(NamedTuple):
@@ -85,12 +85,16 @@ def _lines(plan: Plan, width: int) -> Iterator[Line]:
     if not all(strategy.is_exact for strategy in plan.strategies):
         yield Line(f"  {ROUNDS} rounds what is sent: chosen only on request", "dim")
     if any(strategy.is_tight for strategy in plan.strategies):
-        yield Line("  tight: the upper end of what the allocator may reserve does not fit", "dim")
-    if best is not None:
-        layout = best.layout if best.layout != best.name else ""
-        if words := "; ".join(word for word in (layout, best.batch, best.spare) if word):
-            yield Line("")
-            yield from (Line(text) for text in _wrapped(words, f"  {best.name}: ", wide))
+        yield Line("  tight: less stays free than the plan may be wrong by", "dim")
+    if best is not None and (words := "; ".join(word for word in (best.option, best.batch, best.spare) if word)):
+        yield Line("")
+        yield from (Line(text) for text in _wrapped(words, "  ", wide))
+    if others := plan.alternative_words:
+        yield Line("")
+        yield Line("  what else would do" if best is None else "  faster, with changes")
+        for flags, words in others:
+            yield from (Line(text) for text in _wrapped(flags, "    ", wide))
+            yield from (Line(text) for text in _wrapped(words, "      ", wide))
     if refused := plan.refusals:
         yield Line("")
         yield Line("  does not fit")
@@ -138,6 +142,9 @@ def _columns(plan: Plan) -> dict[str, list[str]]:
         "with": [", ".join(filter(None, words)) or "-" for words in zip(*differing, strict=True)],
         "fits": ["tight" if s.is_tight else "yes" if s.fits else "no" for s in shown],
         f"GB per {device}": [f"{gigabytes(s.needed)}{words}" for s, words in zip(shown, between, strict=True)],
+        "free": [gigabytes(s.room) if s.fits and s.room is not None else "-" for s in shown]
+        if any(s.room is not None for s in shown)
+        else [],
         f"of {(plan.limit or 0) / 1e9:.0f} GB": [_bar(s.needed / plan.limit) for s in shown if plan.limit],
         "step": [seconds(s.step_s) for s in shown],
         "unclipped": [seconds(s.unclipped_s) for s in shown] if any(s.unclipped_s for s in shown) else [],

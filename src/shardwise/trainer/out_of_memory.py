@@ -31,7 +31,7 @@ from ..core.engine.guards import find_engine
 from ..core.engine.runtime import Engine
 from ..core.layout import Layout
 from ..core.mesh import device
-from ..planner import planning as planner
+from ..planner import changes as planner
 from ..planner.assess import Assessment, Assessor
 from ..planner.plan_json import at
 from ..planner.planning import plan_for

@@ -238,6 +238,7 @@ MIN_CHUNK_GAIN = 0.01
 # Numbers of a strategy that are unknown without activations.
 _UNKNOWN = ("activations", "loss", "peak_active", "peak_reserved", "peak_reserved_low", "peak_reserved_high")
 _UNKNOWN_TIMES = ("step_seconds", "unclipped_step_seconds", "compute_seconds", "tokens_per_second_per_gpu", "mfu")
+_UNKNOWN_ROOM = ("room_bytes", "error_bytes")
 
 
 def write_plan(folder: Path, planned: RunPlan, first_step: int) -> None:
@@ -251,7 +252,7 @@ def write_plan(folder: Path, planned: RunPlan, first_step: int) -> None:
         text["why"] = planned.note
         for row in text["strategies"]:
             row["per_gpu_bytes"] |= dict.fromkeys(_UNKNOWN)
-            row |= dict.fromkeys(_UNKNOWN_TIMES) | {"peak": {}, "instants": [], "timeline": []}
+            row |= dict.fromkeys((*_UNKNOWN_TIMES, *_UNKNOWN_ROOM)) | {"peak": {}, "instants": [], "timeline": []}
     runs = text["strategies"][0]
     what = {"name": runs["name"], "layout": runs["layout"], "training": text["training"]}
     now = json.loads(json.dumps({"first_step": first_step, "num_ranks": assess.machine.cluster.world_size, **what}))

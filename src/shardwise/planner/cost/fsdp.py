@@ -309,4 +309,3 @@ def fsdp_copies(training: Training) -> Copies:
         return Copies(0, 2 * compute + (compute + reduce if compute != reduce else 0), update)
     # Parameters are copied out of the all-gather, and gradients into the reduce-scatter.
     return Copies(2 * compute, compute + reduce, update)
-

@@ -211,9 +211,10 @@ def peak_flops(device_name: str, dtype: DType) -> float | None:
     return gpu.flops
 
 
-def flops_per_token(num_multiplying_params: int, layers: int, hidden: int, seq: int) -> float:
+def flops_per_token(num_multiplying_params: float, layers: int, hidden: int, seq: int) -> float:
     """FLOP of forward and backward per token, counted like torchtitan: 6 for each parameter in a matrix product, and
     attention without a causal mask. An embedding is a lookup and does not count; a tied one counts, as the head.
-    `hidden` is the number of heads times their size. Recomputation by activation checkpointing does not count.
+    `hidden` is the number of heads times their size. Recomputation by activation checkpointing does not count. A frozen
+    parameter has no gradient of its own: the caller counts it as two thirds of one.
     """
     return 6 * num_multiplying_params + 12 * layers * hidden * seq
