@@ -12,7 +12,7 @@ from typing import Any, Literal, Protocol
 
 from ..base.dtypes import BF16
 from ..base.errors import ConfigurationError
-from ..core.layout import AUTO, FSDP2_HAS, MOST_SPLIT, OFFLOADS, PRESETS, Layout, Strategy, layout_of
+from ..core.layout import AUTO, MOST_SPLIT, OFFLOADS, PRESETS, Layout, Strategy, layout_of
 from .assess import Assessment, Assessor, Subject
 from .search import (
     MODES,
@@ -245,8 +245,7 @@ def _best_with(question: Question, before: Assessment | None) -> Assessment | No
         if isinstance(strategy_of(before), str):
             found.append(assess_best(assess, before.name, before.layouts, choice))
         return fastest(found)
-    known = FSDP2_HAS if question.training.engine == "fsdp2" else PRESETS
-    names = [name for name, layout in PRESETS.items() if name in known and layout.is_exact and not layout.uses_host]
+    names = [name for name, layout in PRESETS.items() if layout.is_exact and not layout.uses_host]
     smallest = choice[0][-1]
     if not has_room(assess(MOST_SPLIT, PRESETS[MOST_SPLIT], smallest)):
         return None
@@ -330,7 +329,7 @@ def _smaller_trainings(training: Training) -> list[Training]:
     found.append(with_single_sequences(found[-1]))
     if can_reduce_in_bf16(training):
         found.append(replace(found[-1], reduce="bf16"))
-    if training.optimizer == "adamw":
+    if training.optimizer == "adamw" and training.engine != "deepspeed":  # which has no 8-bit moments
         found.append(with_adamw8bit(found[-1]))
     return list(dict.fromkeys(found))[1:]
 
