@@ -18,7 +18,7 @@ from tests.architecture.source import PACKAGE, trees
 # chooses the chunks of the loss, and has each GPU's own rates, contention by rate and moments in bytes. The core: host
 # updates wait for copies that read old weights and are prepared once, the first gathers of a step wait for the updates
 # of their own units, and engine and planner share the choice of spare memory.
-MAX_LINES = {"core/": 10_280, "": 40_657}
+MAX_LINES = {"core/": 10_280, "": 40_658}
 MAX_FILES = 219
 MAX_FILE_LINES = 500
 MIN_FILE_LINES = 40
