@@ -149,7 +149,8 @@ def plan(
         has_micro_batch=has_micro_batch,
         answer=partial(_answer, search),
     )
-    return replace(_answer(search, question), question=question)
+    made = _answer(search, question)
+    return replace(made, question=question) if training.engine == OURS else made
 
 
 def _subject(model: "Model", is_named: bool, training: Training) -> Subject | StatesOnly:

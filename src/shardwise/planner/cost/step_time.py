@@ -36,6 +36,7 @@ BYTES_PER_S_OF_A_BLOCK = 25e9
 MEMORY_PASSES = {"all_gather": 2, "broadcast": 2}
 MEMORY_PASSES_OF_SUMS = 3
 MOST_LOST = 0.9  # the computation never stands still
+SHORTEST_S = 1e-9  # of a collective on a link without limits
 COPY, DISK, HOST = "copy", "disk", "host"
 _LANES = {"to_device": COPY, "to_host": COPY, "read": DISK, "write": DISK}
 # Bandwidth of PCIe in both directions together, relative to one direction: 54 and 38 GB/s, measured on an H200.
@@ -177,7 +178,7 @@ class Lanes:
         first.end_s = self._queue_free[first.queue] = done_s + latency_s
         self._queues[first.queue].popleft()
         if lane in COLLECTIVES and wires and (first.taken_s or self.overheads.lost):
-            lost = min(self.overheads.lost + first.taken_s / (first.end_s - begun_s), MOST_LOST)
+            lost = min(self.overheads.lost + first.taken_s / max(first.end_s - begun_s, SHORTEST_S), MOST_LOST)
             self._busy.append((begun_s, first.end_s, lost))
             self._busy.sort()
         self.spans.append(Span(lane, first.name, begun_s, first.end_s))

@@ -195,7 +195,7 @@ def gpu_of_device(device_name: str) -> Gpu | None:
 
 def efficiency_of(gpu_name: str) -> Efficiency:
     _, _, name, is_published, _ = _generation(gpu_name)
-    values = {"rest like": name}
+    values: dict[str, Any] = {"rest like": name}
     while (like := values.pop("rest like", None)) is not None:
         values = {**DATA["efficiency"][like], **values}
     source = values["source"] if is_published else f"not measured; as an {name}: {values['source']}"
