@@ -44,11 +44,11 @@ def test_an_engine_is_planned_with_what_it_has(engine: str) -> None:
     [
         ("fsdp2", "ddp", "zero3, shard_grad_op"),
         ("fsdp1", "zero2", "ddp, zero3"),
-        ("fsdp1", {"blocks.*": "zero3", "*": "ddp"}, "for the whole model"),
+        ("fsdp1", {"model.layers.*": "zero3", "*": "ddp"}, "for the whole model"),
         ("deepspeed", "hsdp", "ddp, zero1, zero2, zero3"),
         ("deepspeed", "zeropp", "zero3_offload"),
         ("deepspeed", "zero3+optimizer=host:0.5", "zero3_offload"),
-        ("deepspeed", {"blocks.*": "zero3", "*": "zero2"}, "each for the whole model"),
+        ("deepspeed", {"model.layers.*": "zero3", "*": "zero2"}, "each for the whole model"),
     ],
 )
 def test_what_an_engine_lacks_is_refused(engine: str, strategy: Any, listed: str) -> None:
@@ -134,7 +134,7 @@ def test_fsdp1_has_one_copy_of_what_it_gathers_and_fsdp2_two() -> None:
     block = 2 * (2 * 1024 * 1024 + 2 * 1024 * 512 + 3 * 1024 * 4096 + 2 * 1024)
     ends = 2 * (2 * SHAPE.vocab * SHAPE.hidden + SHAPE.hidden)
     held = {instant.name: instant.num_bytes[GATHERED] for instant in one.instants}
-    assert held["backward blocks.4"] == pytest.approx(ends + 2 * block, rel=0.001)
+    assert held["backward model.layers.4"] == pytest.approx(ends + 2 * block, rel=0.001)
     assert len(one.pools) == len(two.pools) == 3
 
 
