@@ -31,7 +31,6 @@ QUESTIONS: list[tuple[Any, ...]] = [
     ("llama-3-8b", "--gpus", "1xA100-80GB", "--seq", 65536),
     ("qwen3-8b", "--gpus", "1xH100", "--global-batch-size", 8),
     ("gpt2", "--gpus", "1xRTX-3090", "--seq", 1024),
-    ("llama-3-8b", "--gpus", "8xH100", "--engine", "fsdp2"),
 ]
 
 
