@@ -10,8 +10,8 @@ from shardwise.planner.assess import Assessment, Assessor, Machine
 from shardwise.planner.planning import Plan, _why, plan_for
 from shardwise.planner.search import (
     HOST_GAIN,
+    MIN_GAIN,
     MIXES,
-    NARROW_GAIN,
     TIE,
     assess_best,
     changed_presets,
@@ -57,7 +57,8 @@ def test_nothing_that_fits_is_faster_than_what_is_recommended(free_bytes: int, n
         return
     assert best.fits
     for entry in fitting:
-        gain = NARROW_GAIN if best.is_roomy and not entry.is_roomy else 0.0
+        is_simpler = (best.is_roomy and not entry.is_roomy) or (entry in mixed(found) and best not in mixed(found))
+        gain = MIN_GAIN if is_simpler else 0.0
         gain = max(gain, HOST_GAIN[False]) if best.is_on_device and not entry.is_on_device else gain
         assert best.tokens_per_s * (1 + gain) >= entry.tokens_per_s * (1 - TIE)
 

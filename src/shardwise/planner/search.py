@@ -42,8 +42,9 @@ MODES: tuple[Checkpointing, ...] = ("none", "selective", "full")
 # A tight plan is preferred only if it is this much faster than those with room: never, if the free memory is not known.
 # If it was measured, the plan's error is small (see the log: a run of 92 ms was refused for one of 178).
 TIGHT_GAIN = {True: 0.5, False: inf}
-# A plan that leaves less than `GOOD_ROOM` is preferred only if it is this much faster than those that leave it.
-NARROW_GAIN = 0.05
+# A plan that leaves less than `GOOD_ROOM`, or whose layouts differ from unit to unit, is preferred only if it is this
+# much faster than those that leave it, or that have one layout.
+MIN_GAIN = 0.05
 # So is a plan that needs host memory. If the host was not measured, its speed is an assumption, which was wrong by up
 # to a factor of three, while recomputing activations instead costs a step at most 1.44x its time in published runs.
 HOST_GAIN = {True: 0.05, False: 0.5}
@@ -168,7 +169,8 @@ def most_kept(assess: Assessor, split: str, kept: str, training: Training) -> As
 
 
 def fastest(found: Iterable[Assessment], tie: float = TIE) -> Assessment | None:
-    """Return the fastest plan that fits; among equals, the first. Plans with room and on the device are preferred."""
+    """Return the fastest plan that fits; among equals, the first. Plans with room, on the device, and with one layout
+    are preferred."""
     fitting = [entry for entry in found if entry.fits]
     if not fitting:
         return None
@@ -176,13 +178,19 @@ def fastest(found: Iterable[Assessment], tie: float = TIE) -> Assessment | None:
     preferences = (
         (TIGHT_GAIN[machine.free_bytes is not None], has_room),
         (HOST_GAIN[machine.cluster.host_is_measured], attrgetter("is_on_device")),
-        (NARROW_GAIN, attrgetter("is_roomy")),
+        (MIN_GAIN, attrgetter("is_roomy")),
+        (MIN_GAIN, _is_uniform),
     )
     for gain, is_preferred in preferences:
         if most := max((entry.tokens_per_s for entry in fitting if is_preferred(entry)), default=0.0):
             fitting = [entry for entry in fitting if is_preferred(entry) or entry.tokens_per_s > most * (1 + gain)]
     best = max(entry.tokens_per_s for entry in fitting)
     return next(entry for entry in fitting if entry.tokens_per_s >= best * (1 - tie))
+
+
+def _is_uniform(entry: Assessment) -> bool:
+    units = zip(entry.schedule.units, entry.layouts, strict=True)
+    return len({layout for unit, layout in units if unit.name != ALWAYS_WHOLE}) == 1
 
 
 def strategy_of(found: Assessment) -> Strategy:
