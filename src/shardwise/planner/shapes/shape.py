@@ -58,7 +58,8 @@ class ModelShape:
     rope_dim: int = 0  # the part of its `head_dim` that is rotated, with one key for all heads
     value_dim: int = 0
     attention_every: int = 1  # only every n-th block has attention; others have a gated delta net (linear attention)
-    linear_heads: tuple[int, int] = (0, 0)  # its heads of keys and of values, all of size `linear_dim`
+    linear_key_heads: int = 0  # its heads of keys and of values, all of size `linear_dim`
+    linear_value_heads: int = 0
     linear_dim: int = 0
     gated_attention: bool = False  # the queries' projection also makes a gate for each
     num_positions: int = 0  # number of learned positions
@@ -117,6 +118,14 @@ class ModelShape:
         return self.kv_heads * self.head_dim
 
     @property
+    def linear_key_width(self) -> int:
+        return self.linear_key_heads * self.linear_dim
+
+    @property
+    def linear_value_width(self) -> int:
+        return self.linear_value_heads * self.linear_dim
+
+    @property
     def ffn_of_expert(self) -> int:
         """Width of one expert, or of the only feed-forward if there are no experts."""
         return (self.expert_ffn or self.ffn) if self.num_experts > 1 else self.ffn
@@ -137,7 +146,7 @@ class ModelShape:
             is_linear = (index + 1) % self.attention_every > 0
             if (is_dense, is_linear) not in made:
                 changes: dict[str, Any] = {"dense_layers": 0, "experts_every": 1, "attention_every": 1}
-                changes |= (plain if is_dense else {}) | ({} if is_linear else {"linear_heads": (0, 0)})
+                changes |= (plain if is_dense else {}) | ({} if is_linear else {"linear_value_heads": 0})
                 is_same = all(getattr(self, name) == value for name, value in changes.items())
                 made[is_dense, is_linear] = self if is_same else replace(self, **changes)
             found.append(made[is_dense, is_linear])
@@ -157,26 +166,12 @@ class ModelShape:
 
 MOST_OF_A_SIZE = 10**9
 _LIMITS = {
-    "layers": (1, 1_000),
-    **dict.fromkeys(("hidden", "heads", "ffn", "vocab", "num_experts", "num_active_experts"), (1, MOST_OF_A_SIZE)),
-    **dict.fromkeys(
-        (
-            "kv_heads",
-            "head_dim",
-            "num_positions",
-            "expert_ffn",
-            "shared_ffn",
-            "dense_layers",
-            "rotary_dim",
-            "q_rank",
-            "kv_rank",
-            "rope_dim",
-            "value_dim",
-            "linear_dim",
-        ),
-        (0, MOST_OF_A_SIZE),
-    ),
-    **dict.fromkeys(("experts_every", "attention_every"), (1, 1_000)),
+    **{
+        entry.name: (0 if entry.default == 0 else 1, MOST_OF_A_SIZE)
+        for entry in fields(ModelShape)
+        if entry.type is int
+    },
+    **dict.fromkeys(("layers", "experts_every", "attention_every"), (1, 1_000)),
     "num_norms": (1, 4),
     **dict.fromkeys(("other_elems", "other_outside_elems"), (0, 10**15)),
 }
@@ -318,7 +313,7 @@ def _in_tree_block(shape: ModelShape, _: bool) -> Iterator[Part]:
 
 def _llama_block(shape: ModelShape, norm_bias: bool) -> Iterator[Part]:
     hidden, ffn = shape.hidden, shape.ffn
-    if shape.linear_heads[0]:
+    if shape.linear_value_heads:
         yield from _delta_net(shape)
     elif shape.kv_rank:
         yield from _latent_attention(shape)
@@ -336,7 +331,10 @@ def _llama_block(shape: ModelShape, norm_bias: bool) -> Iterator[Part]:
         yield linear("mlp.down_proj", ffn, hidden, shape.bias)
     names = ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm")
     yield from (vectors(name, hidden, norm_bias) for name in names[: shape.num_norms])
-    yield from other(shape.other_elems)
+    # gpt-oss: a sink for every head, and biases of the output, the router and the experts.
+    per_expert = 1 + 2 * shape.ffn_of_expert + hidden
+    sinks = shape.heads + hidden + shape.num_experts * per_expert if shape.has_sinks else 0
+    yield from other(shape.other_elems + sinks)
 
 
 def _attention(shape: ModelShape, norm_bias: bool) -> Iterator[Part]:
@@ -367,11 +365,11 @@ def _latent_attention(shape: ModelShape) -> Iterator[Part]:
 
 def _delta_net(shape: ModelShape) -> Iterator[Part]:
     """Yield Qwen3-Next's linear attention."""
-    keys, values = (heads * shape.linear_dim for heads in shape.linear_heads)
-    yield Part("linear_attn", (("dt_bias", (shape.linear_heads[1],)), ("A_log", (shape.linear_heads[1],))))
+    heads, keys, values = shape.linear_value_heads, shape.linear_key_width, shape.linear_value_width
+    yield Part("linear_attn", (("dt_bias", (heads,)), ("A_log", (heads,))))
     yield Part("linear_attn.conv1d", (("weight", (2 * keys + values, 1, 4)),))
     yield linear("linear_attn.in_proj_qkvz", shape.hidden, 2 * keys + 2 * values)
-    yield linear("linear_attn.in_proj_ba", shape.hidden, 2 * shape.linear_heads[1])
+    yield linear("linear_attn.in_proj_ba", shape.hidden, 2 * heads)
     yield vectors("linear_attn.norm", shape.linear_dim)
     yield linear("linear_attn.out_proj", values, shape.hidden)
 

@@ -316,10 +316,10 @@ def _latent_attention(shape: ModelShape, t: Tape, x: Tensor) -> Tensor:
 
 def _delta_net(shape: ModelShape, t: Tape, x: Tensor) -> Tensor:
     """Qwen3-Next's linear attention: one kernel for the convolution, one for the rule, which save their inputs."""
-    keys, values = (heads * shape.linear_dim for heads in shape.linear_heads)
+    keys, values = shape.linear_key_width, shape.linear_value_width
     tokens = x.num_elems // shape.hidden
     both = linear(t, x, (shape.hidden, 2 * keys + 2 * values), "in_proj_qkvz")
-    rates = linear(t, x, (shape.hidden, 2 * shape.linear_heads[1]), "in_proj_ba")
+    rates = linear(t, x, (shape.hidden, 2 * shape.linear_value_heads), "in_proj_ba")
     mixed, gate = t.split(both, (2 * keys + values, values))
     mixed = t.op([mixed])  # concatenated again
     mixed = t.op([mixed], saves=[mixed], weights=[t.habits.weight(4 * (2 * keys + values))])
@@ -332,8 +332,8 @@ def _delta_net(shape: ModelShape, t: Tape, x: Tensor) -> Tensor:
 
 
 def _llama_attention(shape: ModelShape, t: Tape, x: Tensor) -> Tensor:
-    if shape.linear_heads[0] or shape.kv_rank:
-        return (_delta_net if shape.linear_heads[0] else _latent_attention)(shape, t, x)
+    if shape.linear_value_heads or shape.kv_rank:
+        return (_delta_net if shape.linear_value_heads else _latent_attention)(shape, t, x)
     bias, widths = shape.qkv_bias, (shape.query_width, shape.kv_width, shape.kv_width)
     norms = [shape.head_dim if shape.qk_norm else width if shape.qk_norm_whole else 0 for width in widths]
     if shape.fused_qkv:
