@@ -180,8 +180,8 @@ def gpu_named(name: str, flag: str = "--gpus") -> Gpu:
 
 
 def gpu_of_device(device_name: str) -> Gpu | None:
-    """Look up a GPU by the driver's name. None for laptop GPUs: they have the name of a different chip."""
-    if "laptop" in device_name.lower():
+    """Look up a GPU by the driver's name. None for the variants laptop, Ti, Super and D, which are different chips."""
+    if re.search(r"laptop|\b(ti|super|d|dd)\b", device_name.lower()):
         return None
     found = (gpu for gpu in GPUS.values() if re.search(rf"\b{gpu.device}\b", device_name, re.IGNORECASE))
     return next(found, None)

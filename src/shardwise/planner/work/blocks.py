@@ -6,6 +6,7 @@ measurements, torchtitan's Llama and llm-foundry's MPT. A compiled block is the 
 fused: their intermediate results are recomputed instead of saved.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 
 from ..shapes.shape import ModelShape
@@ -117,6 +118,11 @@ def activation(tape: Tape, x: Tensor) -> Tensor:
 def gated(tape: Tape, gate: Tensor, up: Tensor) -> Tensor:
     """Compute activation(gate) * up in one kernel."""
     return tape.op([gate, up], saves=[gate, up])
+
+
+def gated_halves(tape: Tape, both: Tensor) -> Tensor:
+    gate, up = tape.split(both, (1, 1))
+    return gated(tape, gate, up) if tape.habits.is_fused else multiply(tape, activation(tape, gate), up)
 
 
 def softmax(tape: Tape, x: Tensor) -> Tensor:
@@ -271,6 +277,16 @@ def gated_ffn(shape: ModelShape, t: Tape, x: Tensor, names: tuple[str, str, str]
     return linear(t, mixed, fan[::-1], down, bias)
 
 
+def plain_ffn(
+    shape: ModelShape, t: Tape, x: Tensor, names: tuple[str, str], act: Callable[[Tape, Tensor], Tensor],
+    plain: bool = True,
+) -> Tensor:  # fmt: skip
+    fan = shape.hidden, shape.ffn
+    x = linear(t, x, fan, names[0], shape.bias, plain=plain)
+    x = act(t, x)
+    return linear(t, x, fan[::-1], names[1], shape.bias, plain=plain)
+
+
 def llama_block(shape: ModelShape, t: Tape, x: Tensor) -> Tensor:
     """transformers' block: variables hold the residuals. With four norms (Gemma), one follows attention, one ffn."""
     if shape.residual == "parallel":
@@ -367,15 +383,11 @@ def _llama_ffn(shape: ModelShape, t: Tape, x: Tensor) -> Tensor:
     if shape.num_experts > 1:
         return _experts(shape, t, x)
     if shape.fused_gate_up:
-        gate, up = t.split(linear(t, x, (shape.hidden, 2 * shape.ffn), "gate_up_proj", shape.bias), (1, 1))
-        mixed = gated(t, gate, up) if t.habits.is_fused else multiply(t, up, activation(t, gate))
-        del gate, up
+        mixed = gated_halves(t, linear(t, x, (shape.hidden, 2 * shape.ffn), "gate_up_proj", shape.bias))
         return linear(t, mixed, (shape.ffn, shape.hidden), "down_proj", shape.bias)
     if shape.gated:
         return gated_ffn(shape, t, x, ("gate_proj", "up_proj", "down_proj"))
-    act = _ACTIVATIONS.get(shape.activation, activation)
-    mixed = act(t, linear(t, x, (shape.hidden, shape.ffn), "up_proj", shape.bias))
-    return linear(t, mixed, (shape.ffn, shape.hidden), "down_proj", shape.bias)
+    return plain_ffn(shape, t, x, ("up_proj", "down_proj"), _ACTIVATIONS.get(shape.activation, activation))
 
 
 def _experts(shape: ModelShape, t: Tape, x: Tensor) -> Tensor:
@@ -400,12 +412,8 @@ def _experts(shape: ModelShape, t: Tape, x: Tensor) -> Tensor:
         del share, gate
         mixed = multiply(t, scale(t, up), mixed)
         del up
-    elif shape.gated:
-        gate, up = t.split(both, (1, 1))
-        mixed = gated(t, gate, up) if t.habits.is_fused else multiply(t, activation(t, gate), up)
-        del gate, up
     else:
-        mixed = activation(t, both)
+        mixed = gated_halves(t, both) if shape.gated else activation(t, both)
     out = linear(t, mixed, (ffn, shape.hidden), "experts", plain=False, num_weights=weights)
     weighted = t.op([out, chosen], saves=[out, chosen], kernel=Kernel(scratch_bytes=out.num_bytes))
     del out, both, mixed, sent
@@ -414,14 +422,14 @@ def _experts(shape: ModelShape, t: Tape, x: Tensor) -> Tensor:
 
 def gpt_block(shape: ModelShape, t: Tape, x: Tensor) -> Tensor:
     """GPT-2's block: its projections are not torch's linear layers, and its dropout is on by default."""
-    hidden = shape.hidden
     residual = x
-    x = layer_norm(t, x, hidden)
+    x = layer_norm(t, x, shape.hidden)
     mixed = _gpt_attention(shape, t, x)
     x = add(t, mixed, residual)
     residual = x
-    x = layer_norm(t, x, hidden)
-    return add(t, residual, _gpt_ffn(shape, t, x))
+    x = layer_norm(t, x, shape.hidden)
+    act = _ACTIVATIONS.get(shape.activation, gelu_tanh)
+    return add(t, residual, dropout(t, plain_ffn(shape, t, x, ("c_fc", "c_proj"), act, plain=False)))
 
 
 def _gpt_attention(shape: ModelShape, t: Tape, x: Tensor) -> Tensor:
@@ -433,28 +441,23 @@ def _gpt_attention(shape: ModelShape, t: Tape, x: Tensor) -> Tensor:
     return dropout(t, mixed)
 
 
-def _gpt_ffn(shape: ModelShape, t: Tape, x: Tensor) -> Tensor:
-    x = linear(t, x, (shape.hidden, shape.ffn), "c_fc", shape.bias, plain=False)
-    x = _ACTIVATIONS.get(shape.activation, gelu_tanh)(t, x)
-    x = linear(t, x, (shape.ffn, shape.hidden), "c_proj", shape.bias, plain=False)
-    return dropout(t, x)
-
-
 def titan_block(shape: ModelShape, t: Tape, x: Tensor) -> Tensor:
     """torchtitan's Llama: rotary positions as complex numbers in fp32, keys and values repeated for every head."""
-    width, kv_width = (shape.hidden, shape.query_width), (shape.hidden, shape.kv_width)
-    normed = llama_norm(t, x, shape.hidden)
-    query, key, value = (linear(t, normed, fan) for fan in (width, kv_width, kv_width))
-    del normed
-    if shape.qk_norm:  # its Qwen3
-        query, key = rms_norm(t, query, shape.head_dim), rms_norm(t, key, shape.head_dim)
-    query, key = _complex_rotated(t, query), _complex_rotated(t, key)
-    if shape.heads != shape.kv_heads:
-        key, value = (t.op([part], query.num_elems) for part in (key, value))
-    mixed = attention(t, replace(shape, kv_heads=shape.heads), query, key, value)
-    del query, key, value
-    x = add(t, x, linear(t, mixed, (shape.query_width, shape.hidden)))
-    del mixed
+
+    def queries_keys_values(normed: Tensor) -> list[Tensor]:
+        query, key, value = (
+            linear(t, normed, (shape.hidden, width)) for width in (shape.query_width, shape.kv_width, shape.kv_width)
+        )
+        del normed
+        if shape.qk_norm:  # its Qwen3
+            query, key = rms_norm(t, query, shape.head_dim), rms_norm(t, key, shape.head_dim)
+        query, key = _complex_rotated(t, query), _complex_rotated(t, key)
+        if shape.heads != shape.kv_heads:
+            key, value = (t.op([part], query.num_elems) for part in (key, value))
+        return [query, key, value]
+
+    parts = queries_keys_values(llama_norm(t, x, shape.hidden))
+    x = _attended(replace(shape, kv_heads=shape.heads), t, x, parts)
     return add(t, x, gated_ffn(shape, t, llama_norm(t, x, shape.hidden), ("w1", "w3", "w2")))
 
 
@@ -462,16 +465,17 @@ def _complex_rotated(t: Tape, x: Tensor) -> Tensor:
     return scale(t, x) if t.habits.is_fused else cast(t, scale(t, cast(t, x, 4)), x.itemsize)
 
 
+def _attended(shape: ModelShape, t: Tape, x: Tensor, parts: list[Tensor]) -> Tensor:
+    mixed = attention(t, shape, *parts)
+    parts.clear()
+    return add(t, x, linear(t, mixed, (shape.query_width, shape.hidden), bias=shape.bias))
+
+
 def mpt_block(shape: ModelShape, t: Tape, x: Tensor) -> Tensor:
     """llm-foundry's block, with 16-bit layer norms and flash attention; one product makes queries, keys and values."""
     widths = shape.query_width, shape.kv_width, shape.kv_width
     normed = layer_norm(t, x, shape.hidden, bias=shape.norm_bias)
-    fused = linear(t, normed, (shape.hidden, sum(widths)), bias=shape.qkv_bias)
-    parts = t.split(fused, widths)
-    del normed, fused
-    mixed = attention(t, shape, *parts)
-    del parts
-    x = add(t, x, linear(t, mixed, (shape.query_width, shape.hidden), bias=shape.bias))
-    del mixed
-    wide = linear(t, layer_norm(t, x, shape.hidden, bias=shape.norm_bias), (shape.hidden, shape.ffn))
-    return add(t, x, linear(t, activation(t, wide), (shape.ffn, shape.hidden), bias=shape.bias))
+    parts = t.split(linear(t, normed, (shape.hidden, sum(widths)), bias=shape.qkv_bias), widths)
+    del normed
+    x = _attended(shape, t, x, parts)
+    return add(t, x, plain_ffn(shape, t, layer_norm(t, x, shape.hidden, bias=shape.norm_bias), ("", ""), activation))
