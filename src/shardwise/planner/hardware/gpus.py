@@ -23,7 +23,7 @@ HOST_LATENCY_US = 10.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Host:
-    """One GPU's share of its node's host: memory, disks, and parameters per second that its cores update with Adam."""
+    """A host, or one GPU's share of it: memory, disks, and parameters per second that its cores update with Adam."""
 
     host_bytes: int
     disk_bytes: int

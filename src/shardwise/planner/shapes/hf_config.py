@@ -7,7 +7,7 @@ plain keys and values. Then transformers builds the module. Nothing is downloade
 
 import json
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -53,17 +53,6 @@ def _falcon(config: Config, sizes: Fields) -> Fields:
     return {"num_norms": num_norms, "kv_heads": 1 if _read_bool(config, "multi_query", True) else sizes["heads"]}
 
 
-def _stablelm(config: Config, sizes: Fields) -> Fields:
-    norms = (sizes["heads"] + sizes["kv_heads"]) * _head_dim(sizes) if _read_bool(config, "qk_layernorm") else 0
-    return {"other_elems": norms}
-
-
-_FAMILY_RULES: dict[str, Callable[[Config, Fields], Fields]] = {  # for what families.json cannot express
-    "falcon": _falcon,
-    "stablelm": _stablelm,
-}
-
-
 def _head_dim(sizes: Fields) -> int:
     return int(sizes.get("head_dim") or sizes["hidden"] // sizes["heads"])
 
@@ -80,8 +69,9 @@ def _fields_of_family(config: Config, sizes: Fields) -> Fields:
         key, default = family["rotary"]
         share = config.get(key, (config.get("rope_parameters") or {}).get("partial_rotary_factor", default))
         fields["rotary_dim"] = int(share * _head_dim(sizes))
-    rule = _FAMILY_RULES.get(config["model_type"])
-    return fields | (rule(config, sizes) if rule else {})
+    if config["model_type"] == "stablelm" and _read_bool(config, "qk_layernorm"):  # a norm for each head
+        fields["other_elems"] = (sizes["heads"] + sizes["kv_heads"]) * _head_dim(sizes)
+    return {**fields, **_falcon(config, sizes)} if config["model_type"] == "falcon" else fields
 
 
 def shape_of_config(config: str | Path | Config) -> ModelShape:

@@ -87,9 +87,10 @@ def llama_norm(tape: Tape, x: Tensor, width: int, is_wide: bool = False) -> Tens
 
 
 def norm(shape: ModelShape, tape: Tape, x: Tensor, width: int) -> Tensor:
-    """The norm of a model of transformers."""
     if shape.norm == "layer":
         return layer_norm(tape, x, width, shape.norm_bias)
+    if shape.code == "in-tree":
+        return rms_norm(tape, x, width)
     return llama_norm(tape, x, width, is_wide=shape.norm == "rms-fp32")
 
 
@@ -332,7 +333,7 @@ def _latent_attention(shape: ModelShape, t: Tape, x: Tensor) -> Tensor:
 
 def _delta_net(shape: ModelShape, t: Tape, x: Tensor) -> Tensor:
     """Qwen3-Next's linear attention: one kernel for the convolution, one for the rule, which save their inputs."""
-    keys, values = shape.linear_key_width, shape.linear_value_width
+    keys, values = shape.linear_widths
     tokens = x.num_elems // shape.hidden
     both = linear(t, x, (shape.hidden, 2 * keys + 2 * values), "in_proj_qkvz")
     rates = linear(t, x, (shape.hidden, 2 * shape.linear_value_heads), "in_proj_ba")
