@@ -59,16 +59,17 @@ class Constants:
 
 
 TILE = 128 * 256  # outputs of a product that a multiprocessor computes at a time
-# The GPU whose share for products scales that of others of a generation.
-RELATIVE = {"ampere": "A100-80GB", "ada": "A100-80GB", "hopper": "H100-80GB", "blackwell": "H100-80GB"}
 GAP_S = 3e-6
 
 
 def efficiency_for(step: Step, constants: Constants) -> Efficiency:
     gpu = step.cluster.gpu
     table = efficiency_of(gpu.name)
-    generation = next(row[0] for row in DATA["generations"] if gpu.name.startswith(tuple(row[1])))
-    like = RELATIVE[generation]
+    # The GPU whose share for products scales that of others: an A100 for those whose other constants are an A100's.
+    name = next(row[DATA["columns"].index("efficiency")] for row in DATA["gpus"] if row[0] == gpu.name)
+    while "rest like" in DATA["efficiency"][name]:
+        name = DATA["efficiency"][name]["rest like"]
+    like = "A100-80GB" if name == "A100" else "H100-80GB"
     family = "ampere" if like.startswith("A100") else "hopper"
     found = replace(
         table,

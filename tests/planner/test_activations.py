@@ -7,9 +7,10 @@ from dataclasses import replace
 import pytest
 
 from shardwise.bench.measure import count_calls
-from shardwise.planner.shapes.shape import ModelShape, units_of
+from shardwise.planner.shapes.names import NAMED, PUBLISHED
+from shardwise.planner.shapes.shape import ModelShape, parts_in, units_of
 from shardwise.planner.training import Lora, Loss, Training
-from shardwise.planner.work.activations import LOSS, works_of
+from shardwise.planner.work.activations import LOSS, block_works, works_of
 
 LLAMA_3 = ModelShape(
     name="8b", layers=32, hidden=4096, heads=32, kv_heads=8, head_dim=128, ffn=14336, vocab=128256, code="in-tree"
@@ -143,3 +144,12 @@ def test_chunks_of_the_loss_are_not_counted_one_by_one(loss: Loss) -> None:
     end = works_of(LLAMA_3, Training(seq=seq, loss=loss))["head"]
     assert len(end.products) <= 3
     assert sum(product.flops for product in end.products) == 2 * seq * LLAMA_3.hidden * LLAMA_3.vocab
+
+
+# Of gpt-oss, the biases of experts have no gradients here: 0.03 % of a block.
+@pytest.mark.parametrize("shape", [*PUBLISHED.values(), NAMED["mpt-7b"], replace(PUBLISHED["qwen3-8b"], code="titan")])
+def test_a_backward_has_a_gradient_for_every_parameter_of_its_block(shape: ModelShape) -> None:
+    for kind in set(shape.kinds):
+        block = parts_in(shape).blocks[shape.kinds.index(kind)][1]
+        grad_bytes = block_works(kind, Training(engine="fsdp2", seq=128))[1].grad_bytes
+        assert grad_bytes == pytest.approx(2 * block.num_elems, rel=4e-4 if shape.has_sinks else 0, abs=15_360)

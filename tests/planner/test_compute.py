@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from shardwise.base.errors import ConfigurationError
 from shardwise.core.layout import layouts_for
 from shardwise.core.schedule.flat import flats_of
 from shardwise.core.schedule.step_schedule import Schedule, UnitPlan, make_schedule
@@ -100,6 +101,31 @@ def test_every_gpu_of_the_table_has_an_efficiency_with_a_source() -> None:
         found = efficiency_of(name)
         assert all(0 < share < 1 for share in (found.products, found.attention, found.memory))
         assert found.source
+
+
+@pytest.mark.parametrize(
+    ("gpu", "multiprocessors", "is_measured"),
+    [
+        ("RTX-5080", 84, False),
+        ("RTX-5090", 170, True),
+        ("H100-PCIe", 114, False),
+        ("H100-80GB", 132, True),
+        ("H20-96GB", 78, True),
+        ("A10", 72, False),
+        ("A100-80GB", 108, True),
+        ("L4", 58, False),
+        ("B300", 148, False),
+        ("MI355X", 256, False),
+    ],
+)
+def test_a_gpu_has_its_own_row(gpu: str, multiprocessors: int, is_measured: bool) -> None:
+    assert GPUS[gpu].multiprocessors == multiprocessors
+    assert efficiency_of(gpu).source.startswith("not measured") != is_measured
+
+
+def test_a_name_without_a_row_has_no_efficiency() -> None:
+    with pytest.raises(ConfigurationError):
+        efficiency_of("GB10")
 
 
 @pytest.mark.parametrize(

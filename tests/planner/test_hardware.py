@@ -84,6 +84,9 @@ def test_every_gpu_is_found_by_its_own_name_and_makes_a_cluster() -> None:
         ("Tesla V100-SXM2-16GB", "V100-16GB"),
         ("Tesla V100-SXM2-32GB", "V100-32GB"),
         ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
+        ("NVIDIA GeForce RTX 3090 Ti", None),
+        ("NVIDIA GeForce RTX 4090 D", None),
+        ("NVIDIA GB10", None),
         ("cpu", None),
     ],
 )

@@ -11,7 +11,7 @@ import torch
 from shardwise.base.dtypes import BF16, FP32
 from shardwise.base.errors import ConfigurationError
 from shardwise.core.schedule.units import find_units
-from shardwise.planner.shapes.hf_config import SHAPE_KEY, shape_of_config
+from shardwise.planner.shapes.hf_config import SHAPE_KEY, shape_of_config, why_no_shape
 from shardwise.planner.shapes.shape import units_of
 from shardwise.trainer.models import llama
 from shardwise.trainer.shapes import TransformerShape
@@ -77,6 +77,16 @@ MODELS: list[tuple[str, dict[str, Any]]] = [
     ("llama4_text", {**LLAMA4, "interleave_moe_layer_step": 1}),
     ("minimax_m2", {**USUAL, "num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16, "rotary_dim": 8}),
     ("qwen2_moe", SHARED),
+    ("qwen2_moe", {key: value for key, value in SHARED.items() if key != "shared_expert_intermediate_size"}),
+    (
+        "glm4",
+        {
+            **USUAL,
+            "head_dim": 16,
+            "pad_token_id": 0,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25},
+        },
+    ),
     ("qwen3_next", {**SHARED, **LINEAR}),
 ]
 
@@ -152,6 +162,21 @@ def test_a_config_that_makes_no_shape_says_why(change: dict[str, Any], why: str)
     with pytest.raises(ConfigurationError) as seen:
         shape_of_config({"model_type": "llama", **USUAL, **change})
     assert why in str(seen.value)
+
+
+@pytest.mark.parametrize(
+    ("family", "change"),
+    [
+        ("opt", {"word_embed_proj_dim": 32}),
+        ("opt", {"do_layer_norm_before": False}),
+        ("qwen3_next", {"linear_conv_kernel_dim": 2}),
+        ("qwen3_next", {**LINEAR, "linear_value_head_dim": 32}),
+    ],
+)
+def test_variants_of_a_family_that_sizes_do_not_describe(family: str, change: dict[str, Any]) -> None:
+    config = {"model_type": family, **(USUAL if family == "opt" else SHARED), "max_position_embeddings": 128}
+    assert not why_no_shape(config)
+    assert any(key in why_no_shape({**config, **change}) for key in change)
 
 
 @pytest.mark.parametrize("family", ["gpt_oss", "olmoe", "phimoe", "qwen3_moe"])

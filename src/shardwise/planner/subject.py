@@ -112,7 +112,7 @@ def subject_of(shape: ModelShape, training: Training) -> Subject:
         works=lambda asked: works_of(shape, asked),
         flops_per_token=flops_per_token(
             num_multiplying,
-            sum(not kind.linear_heads[0] for kind in shape.kinds),
+            sum(not kind.linear_value_heads for kind in shape.kinds),
             shape.attention_width,
             training.seq,
         ),

@@ -28,6 +28,7 @@ from .gpus import (
     WITHIN,
     Efficiency,
     Gpu,
+    Host,
     efficiency_of,
     gpu_named,
     gpu_of_device,
@@ -46,7 +47,7 @@ _LIMITS = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Cluster:
+class Cluster(Host):
     """A cluster of `num_nodes` equal nodes. Host and disk are per node, `inter` and `pcie` per GPU."""
 
     gpu: Gpu
@@ -57,11 +58,6 @@ class Cluster:
     pcie: Link
     switch: Link | None = None  # for all-reduces that are summed in the switch of a node
     network: str = ""  # the text that `inter` was made from
-    host_bytes: int
-    disk_bytes: int
-    disk_read_bytes_per_s: float
-    disk_write_bytes_per_s: float
-    host_adam_elems_per_s: float
     host_is_measured: bool = False  # if not, the rates of disks and of updates on the host are the table's
 
     def __post_init__(self) -> None:

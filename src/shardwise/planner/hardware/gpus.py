@@ -23,7 +23,7 @@ HOST_LATENCY_US = 10.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Host:
-    """One GPU's share of its node's host: memory, disks, and parameters per second that its cores update with Adam."""
+    """A host, or one GPU's share of it: memory, disks, and parameters per second that its cores update with Adam."""
 
     host_bytes: int
     disk_bytes: int
@@ -52,7 +52,7 @@ class Gpu:
     switch: Link | None = None
     context_bytes: int = 900 * 10**6  # measured on one H200, with the kernels of torch loaded
     has_bf16: bool = True
-    multiprocessors: int = 132  # of the generation
+    multiprocessors: int = 132
     network: str = ""  # usual network between nodes
     device: str = ""  # text in the driver's name of the device
     host: Host
@@ -134,27 +134,20 @@ SWITCHES = _links("GB/s of a switch that adds up", LATENCY_US)
 TO_HOST = _links("GB/s to the host", HOST_LATENCY_US)
 
 
-def _generation(gpu_name: str) -> list[Any]:
-    for row in DATA["generations"]:
-        if gpu_name.startswith(tuple(row[1])):
-            return list(row)
-    raise ConfigurationError(f"GPU {gpu_name!r}: its generation is not known; see planner/hardware/gpus.json")
-
-
-def _gpu(row: list[Any]) -> Gpu:
-    name, device, memory_gib, teraflops, fp32_teraflops, gigabytes_per_s, within, to_host, network, has_bf16 = row
+def _gpu(name: str, row: dict[str, Any]) -> Gpu:
+    network = row["network"]
     return Gpu(
         name=name,
-        device=device,
-        memory_bytes=round(memory_gib * GIB),
-        flops=teraflops * 1e12,
-        fp32_flops=fp32_teraflops * 1e12,
-        hbm_bytes_per_s=gigabytes_per_s * 1e9,
-        intra=WITHIN[within],
-        pcie=TO_HOST[to_host],
-        switch=SWITCHES.get(within),
-        has_bf16=has_bf16,
-        multiprocessors=_generation(name)[4],
+        device=row["device"],
+        memory_bytes=round(row["memory GiB"] * GIB),
+        flops=row["16-bit TFLOP/s"] * 1e12,
+        fp32_flops=row["fp32 TFLOP/s"] * 1e12,
+        hbm_bytes_per_s=row["memory GB/s"] * 1e9,
+        intra=WITHIN[row["links within a node"]],
+        pcie=TO_HOST[row["link to the host"]],
+        switch=SWITCHES.get(row["links within a node"]),
+        has_bf16=row["has bf16"],
+        multiprocessors=row["multiprocessors"],
         network=network,
         host=Host(**DATA["hosts"]["server" if network.startswith(("ib", "roce")) else "small"]),
     )
@@ -165,7 +158,8 @@ def letters_of(name: str) -> str:
 
 
 # If a device name matches two rows, the first one counts.
-GPUS = {row[0]: _gpu(row) for row in DATA["gpus"]}
+_ROWS = {row[0]: dict(zip(DATA["columns"], row, strict=True)) for row in DATA["gpus"]}
+GPUS = {name: _gpu(name, row) for name, row in _ROWS.items()}
 # Aliases name the usual variant. A100 or V100 without a memory size is ambiguous, so it is no alias.
 _BY_LETTERS = {letters_of(name): gpu for name, gpu in GPUS.items()}
 _BY_LETTERS |= {alias: GPUS[name] for alias, name in DATA["aliases"].items()}
@@ -186,19 +180,21 @@ def gpu_named(name: str, flag: str = "--gpus") -> Gpu:
 
 
 def gpu_of_device(device_name: str) -> Gpu | None:
-    """Look up a GPU by the driver's name. None for laptop GPUs: they have the name of a different chip."""
-    if "laptop" in device_name.lower():
+    """Look up a GPU by the driver's name. None for the variants laptop, Ti, Super and D, which are different chips."""
+    if re.search(r"laptop|\b(ti|super|d|dd)\b", device_name.lower()):
         return None
     found = (gpu for gpu in GPUS.values() if re.search(rf"\b{gpu.device}\b", device_name, re.IGNORECASE))
     return next(found, None)
 
 
 def efficiency_of(gpu_name: str) -> Efficiency:
-    _, _, name, is_published, _ = _generation(gpu_name)
+    if gpu_name not in _ROWS:
+        raise ConfigurationError(f"GPU {gpu_name!r}: its efficiency is not known; see planner/hardware/gpus.json")
+    name, is_own = (_ROWS[gpu_name][key] for key in ("efficiency", "is the efficiency this GPU's own"))
     values: dict[str, Any] = {"rest like": name}
     while (like := values.pop("rest like", None)) is not None:
         values = {**DATA["efficiency"][like], **values}
-    source = values["source"] if is_published else f"not measured; as an {name}: {values['source']}"
+    source = values["source"] if is_own else f"not measured; as an {name}: {values['source']}"
     known = {entry.name: values[entry.name] for entry in fields(Efficiency) if entry.name in values}
     return Efficiency(**{**known, "source": source})
 

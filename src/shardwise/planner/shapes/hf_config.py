@@ -7,8 +7,7 @@ plain keys and values. Then transformers builds the module. Nothing is downloade
 
 import json
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from functools import partial
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -47,22 +46,6 @@ def _biases(config: Config, sizes: Fields) -> Fields:
     return {"qkv_bias": attention, "other_elems": sizes["hidden"] + (2 * sizes["ffn"] if ffn else 0)}
 
 
-def _opt(config: Config, sizes: Fields) -> Fields:
-    if config.get("word_embed_proj_dim", sizes["hidden"]) != sizes["hidden"]:
-        raise ConfigurationError("config.json: word_embed_proj_dim is not hidden_size; this is not planned for")
-    if not _read_bool(config, "do_layer_norm_before", True):
-        raise ConfigurationError("config.json: do_layer_norm_before is false; this is not planned for")
-    return {}
-
-
-def _gpt_neox(config: Config, sizes: Fields) -> Fields:
-    fields = _partial_rotary(config, sizes, "rotary_pct", 0.25)
-    fields["residual"] = "parallel" if _read_bool(config, "use_parallel_residual", True) else "pre"
-    if _read_bool(config, "attention_bias", True):
-        return {**fields, "bias": True, "qkv_bias": True, "other_elems": 0}
-    return {**fields, "qkv_bias": False, "other_elems": sizes["ffn"] + sizes["hidden"]}
-
-
 def _falcon(config: Config, sizes: Fields) -> Fields:
     if _read_bool(config, "new_decoder_architecture"):
         return {"num_norms": config.get("num_ln_in_parallel_attn") or 2}
@@ -70,99 +53,25 @@ def _falcon(config: Config, sizes: Fields) -> Fields:
     return {"num_norms": num_norms, "kv_heads": 1 if _read_bool(config, "multi_query", True) else sizes["heads"]}
 
 
-def _stablelm(config: Config, sizes: Fields) -> Fields:
-    num_norms = 1 if _read_bool(config, "use_parallel_residual") else 2
-    norms = _num_qk_norm_elems(sizes) if _read_bool(config, "qk_layernorm") else 0
-    return {"qkv_bias": _read_bool(config, "use_qkv_bias"), "num_norms": num_norms, "other_elems": norms}
+def _head_dim(sizes: Fields) -> int:
+    return int(sizes.get("head_dim") or sizes["hidden"] // sizes["heads"])
 
 
-def _qk_norms(config: Config, sizes: Fields, is_default: bool = True) -> Fields:
-    """Count the parameters of norms of queries and of keys, if each norm is over all heads together."""
-    return {"qk_norm_whole": _read_bool(config, "use_qk_norm", is_default)}
-
-
-def _num_qk_norm_elems(sizes: Fields) -> int:
-    head_dim = sizes.get("head_dim", sizes["hidden"] // sizes["heads"])
-    return int((sizes["heads"] + sizes["kv_heads"]) * head_dim)
-
-
-def _gpt_oss(config: Config, sizes: Fields) -> Fields:
-    """Count an attention sink for every head, and biases of the output, the router and the experts."""
-    elems_per_expert = 1 + 2 * sizes["expert_ffn"] + sizes["hidden"]
-    return {"other_elems": sizes["heads"] + sizes["hidden"] + sizes["num_experts"] * elems_per_expert}
-
-
-def _partial_rotary(config: Config, sizes: Fields, key: str = "partial_rotary_factor", default: float = 1.0) -> Fields:
-    rope = config.get("rope_parameters") or {}
-    share = config.get(key, rope.get("partial_rotary_factor", default))
-    head_dim = sizes.get("head_dim", sizes["hidden"] // sizes["heads"])
-    return {"rotary_dim": int(share * head_dim)}
-
-
-def _mixed(config: Config, sizes: Fields) -> Fields:
-    """Read the blocks without experts, and the experts that all tokens use."""
-    num_shared = config.get("n_shared_experts") or 0
-    shared = config.get("shared_expert_intermediate_size") or num_shared * sizes["expert_ffn"]
-    return {"dense_layers": config.get("first_k_dense_replace", 0), "shared_ffn": shared}
-
-
-def _latent(config: Config, sizes: Fields) -> Fields:
-    """Read DeepSeek's latent attention."""
-    keys = ("kv_lora_rank", "qk_rope_head_dim", "v_head_dim", "qk_nope_head_dim")
-    if missing := [key for key in keys if type(config.get(key)) is not int]:
-        raise ConfigurationError(f"config.json: it has no {missing[0]}, a size of latent attention")
-    kv_rank, rope_dim, value_dim, plain_dim = (config[key] for key in keys)
-    fields = {
-        "q_rank": config.get("q_lora_rank") or 0,
-        "kv_rank": kv_rank,
-        "rope_dim": rope_dim,
-        "value_dim": value_dim,
-    }
-    return {**_mixed(config, sizes), **fields, "head_dim": plain_dim + rope_dim, "kv_heads": sizes["heads"]}
-
-
-def _llama4(config: Config, sizes: Fields) -> Fields:
-    """In its config, `intermediate_size` is the width of an expert; dense blocks have `intermediate_size_mlp`."""
-    ffn = config.get("intermediate_size_mlp", sizes["ffn"])
-    return {"ffn": ffn, "expert_ffn": sizes["ffn"], "shared_ffn": sizes["ffn"],
-            "experts_every": config["interleave_moe_layer_step"]}  # fmt: skip
-
-
-def _qwen3_next(config: Config, sizes: Fields) -> Fields:
-    num_keys, num_values = config.get("linear_num_key_heads", 16), config.get("linear_num_value_heads", 32)
-    key_dim = config.get("linear_key_head_dim", 128)
-    if config.get("linear_value_head_dim", 128) != key_dim or config.get("linear_conv_kernel_dim", 4) != 4:
-        raise ConfigurationError("config.json: linear attention with other values than keys, or another convolution")
-    return {**_mixed(config, sizes), **_partial_rotary(config, sizes), "linear_heads": (num_keys, num_values),
-            "linear_dim": key_dim, "attention_every": config["full_attention_interval"]}  # fmt: skip
-
-
-_FAMILY_RULES: dict[str, Callable[[Config, Fields], Fields]] = {  # for what families.json cannot express
-    "opt": _opt,
-    "gptj": lambda config, sizes: {"other_elems": sizes["ffn"] + sizes["hidden"]},  # biases of the feed-forward
-    "gpt_neox": _gpt_neox,
-    "bloom": lambda config, sizes: {"other_outside_elems": 2 * sizes["hidden"]},
-    "falcon": _falcon,
-    "phi": lambda config, sizes: {
-        "qk_norm": _read_bool(config, "qk_layernorm"),
-        **_partial_rotary(config, sizes, default=0.5),
-    },
-    "stablelm": _stablelm,
-    **dict.fromkeys(("cohere", "cohere2"), partial(_qk_norms, is_default=False)),
-    **dict.fromkeys(("olmo2", "olmo3", "olmoe"), _qk_norms),
-    "gpt_oss": _gpt_oss,
-    **dict.fromkeys(("deepseek_v2", "deepseek_v3", "kimi_k2"), _latent),
-    "glm4_moe": lambda config, sizes: {
-        **_mixed(config, sizes),
-        **_partial_rotary(config, sizes),
-        "qk_norm": _read_bool(config, "use_qk_norm"),
-    },
-    "llama4_text": _llama4,
-    "minimax_m2": lambda config, sizes: {"rotary_dim": config.get("rotary_dim", 0)},
-    "qwen2_moe": _mixed,
-    "qwen3_next": _qwen3_next,
-    **dict.fromkeys(("phi3", "glm", "glm4"), _partial_rotary),
-}
+def _fields_of_family(config: Config, sizes: Fields) -> Fields:
+    """Apply the columns of families.json, in the order in which later ones replace earlier ones."""
+    family = FAMILIES[config["model_type"]]
+    fields = {**_biases(config, sizes), **family.get("fields", {})}
+    for name, terms in family.get("sums", {}).items():
+        fields[name] = sum(sizes[term] if isinstance(term, str) else term for term in terms)
+    for key, (default, if_true, if_false) in family.get("switches", {}).items():
+        fields |= if_true if _read_bool(config, key, default) else if_false
+    if "rotary" in family:
+        key, default = family["rotary"]
+        share = config.get(key, (config.get("rope_parameters") or {}).get("partial_rotary_factor", default))
+        fields["rotary_dim"] = int(share * _head_dim(sizes))
+    if config["model_type"] == "stablelm" and _read_bool(config, "qk_layernorm"):  # a norm for each head
+        fields["other_elems"] = (sizes["heads"] + sizes["kv_heads"]) * _head_dim(sizes)
+    return {**fields, **_falcon(config, sizes)} if config["model_type"] == "falcon" else fields
 
 
 def shape_of_config(config: str | Path | Config) -> ModelShape:
@@ -176,19 +85,11 @@ def shape_of_config(config: str | Path | Config) -> ModelShape:
         return ModelShape(name=name, tied=_read_bool(in_tree, "tied"), code="in-tree", **sizes)
     config = _with_defaults(config)
     fields = _read_sizes(name, config)
-    family = FAMILIES[config["model_type"]]
-    fields["tied"] = _read_bool(config, "tie_word_embeddings", family.get("tied", False))
-    fields |= {**_biases(config, fields), **family.get("fields", {})}
-    if rule := _FAMILY_RULES.get(config["model_type"]):
-        fields |= rule(config, fields)
-    if "biases" in family:
-        fields["bias"] = fields["qkv_bias"] = _read_bool(config, *family["biases"])
-    if "positions" in family:
-        key, num_extra = family["positions"]
-        if type(config.get(key)) is not int:
-            raise ConfigurationError(f"config.json: it has no {key}, the number of learned positions")
-        kv_heads = 1 if _read_bool(config, "multi_query") else fields["heads"]
-        fields |= {"num_positions": config[key] + num_extra, "kv_heads": kv_heads}
+    is_tied = FAMILIES[config["model_type"]].get("tied", False)
+    fields["tied"] = _read_bool(config, "tie_word_embeddings", is_tied)
+    fields |= _fields_of_family(config, fields)
+    num_shared, _ = fields.pop("num_shared", 0), fields.pop("plain_dim", 0)
+    fields["shared_ffn"] = fields.get("shared_ffn") or num_shared * fields.get("expert_ffn", 0)
     dtype = config.get("dtype", config.get("torch_dtype", FP32.name))
     if not isinstance(dtype, str):
         raise ConfigurationError(
@@ -241,11 +142,16 @@ _ATTENTIONS = ("full_attention", "sliding_attention", "chunked_attention")
 
 def _obstacles(config: Config) -> Iterator[tuple[str, str]]:
     """Yield each key that shows that the model is not a chain of equal blocks, with an explanation."""
-    reads = FAMILIES[str(config["model_type"])].get("reads", ())
+    family = FAMILIES[str(config["model_type"])]
+    reads = family.get("reads", ())
     known = _DATA["keys of models without a shape"]
     yield from ((key, why) for key, why in known.items() if config.get(key) and key not in reads)
     if config.get("decoder_sparse_step", 1) != 1:
         yield "decoder_sparse_step", "some blocks have no experts"
+    for key, wanted in family.get("fixed", {}).items():
+        wanted = config.get(wanted) if isinstance(wanted, str) else wanted
+        if (value := config.get(key, wanted)) != wanted:
+            yield key, f"{value!r}, which sizes do not describe: they describe {wanted!r}"
     for key, value in config.items():
         # Qwen3-Next, Jamba, Bamba
         if (
@@ -265,23 +171,30 @@ def _obstacles(config: Config) -> Iterator[tuple[str, str]]:
         yield "layer_types", f"{other[0]!r} is no plain attention"
 
 
+_OF_EXPERTS = {"num_experts", "num_active_experts", "expert_ffn"}
+_OF_LATENT = {"kv_rank", "rope_dim", "value_dim", "plain_dim"}
+_MAY_BE_0 = ("dense_layers", "num_shared", "shared_ffn")
+
+
 def _read_sizes(name: str, config: Config) -> Fields:
     """Return the sizes of `ModelShape`; those that the config does not have get their defaults."""
     family = FAMILIES[config["model_type"]]
-    keys = {size: next((key for key in known if key in config), "") for size, known in _KEYS.items()}
-    required = {"layers", "hidden", "heads", "vocab"}
+    keys_of = {**_KEYS, **family.get("keys", {})}
+    keys = {size: next((key for key in known if key in config), "") for size, known in keys_of.items()}
+    required = {"layers", "hidden", "heads", "vocab", *family.get("needs", ())}
     if not family.get("four_hidden"):
         required.add("ffn")
-    experts = {"num_experts", "num_active_experts", "expert_ffn"}
     if family.get("has_experts") or keys["num_experts"]:
-        required |= experts
-    if missing := [" or ".join(_KEYS[size]) for size in _KEYS if size in required and not keys[size]]:
+        required |= _OF_EXPERTS
+    if missing := [" or ".join(keys_of[size]) for size in keys_of if size in required and not keys[size]]:
         raise ConfigurationError(f"model {name!r}: its config.json has no {', no '.join(missing)}")
-    read = {size: key for size, key in keys.items() if key and (size in required or size not in experts)}
-    for key in read.values():
-        if type(config[key]) is not int or config[key] < 1:
+    unused = (_OF_EXPERTS | _OF_LATENT) - required
+    read = {size: key for size, key in keys.items() if key and size not in unused}
+    for size, key in read.items():
+        least = 0 if size in _MAY_BE_0 else 1
+        if type(config[key]) is not int or config[key] < least:
             raise ConfigurationError(
-                f"model {name!r}: {key} in its config.json is {config[key]!r}, not a whole number of at least 1"
+                f"model {name!r}: {key} in its config.json is {config[key]!r}, not a whole number of at least {least}"
             )
     sizes: Fields = {size: config[key] for size, key in read.items()}
     return {"kv_heads": sizes["heads"], "ffn": 4 * sizes["hidden"]} | sizes

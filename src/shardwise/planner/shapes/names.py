@@ -28,7 +28,6 @@ def _shapes(key: str) -> dict[str, ModelShape]:
     found = {}
     for group in _DATA[key]:
         fields = {**group["fields"], "dtype": dtype_of(group["fields"]["dtype"])}
-        fields["linear_heads"] = tuple(fields.get("linear_heads", (0, 0)))
         for row in group["rows"]:
             found[row[0]] = ModelShape(**dict(zip(_DATA["columns"], row, strict=True)), **fields)
     return found

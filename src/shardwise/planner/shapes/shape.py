@@ -58,7 +58,8 @@ class ModelShape:
     rope_dim: int = 0  # the part of its `head_dim` that is rotated, with one key for all heads
     value_dim: int = 0
     attention_every: int = 1  # only every n-th block has attention; others have a gated delta net (linear attention)
-    linear_heads: tuple[int, int] = (0, 0)  # its heads of keys and of values, all of size `linear_dim`
+    linear_key_heads: int = 0  # its heads of keys and of values, all of size `linear_dim`
+    linear_value_heads: int = 0
     linear_dim: int = 0
     gated_attention: bool = False  # the queries' projection also makes a gate for each
     num_positions: int = 0  # number of learned positions
@@ -117,6 +118,15 @@ class ModelShape:
         return self.kv_heads * self.head_dim
 
     @property
+    def linear_widths(self) -> tuple[int, int]:
+        """Widths of the keys and of the values of linear attention."""
+        return self.linear_key_heads * self.linear_dim, self.linear_value_heads * self.linear_dim
+
+    @property
+    def has_norm_biases(self) -> bool:
+        return self.norm == "layer" and self.norm_bias
+
+    @property
     def ffn_of_expert(self) -> int:
         """Width of one expert, or of the only feed-forward if there are no experts."""
         return (self.expert_ffn or self.ffn) if self.num_experts > 1 else self.ffn
@@ -137,7 +147,7 @@ class ModelShape:
             is_linear = (index + 1) % self.attention_every > 0
             if (is_dense, is_linear) not in made:
                 changes: dict[str, Any] = {"dense_layers": 0, "experts_every": 1, "attention_every": 1}
-                changes |= (plain if is_dense else {}) | ({} if is_linear else {"linear_heads": (0, 0)})
+                changes |= (plain if is_dense else {}) | ({} if is_linear else {"linear_value_heads": 0})
                 is_same = all(getattr(self, name) == value for name, value in changes.items())
                 made[is_dense, is_linear] = self if is_same else replace(self, **changes)
             found.append(made[is_dense, is_linear])
@@ -157,26 +167,12 @@ class ModelShape:
 
 MOST_OF_A_SIZE = 10**9
 _LIMITS = {
-    "layers": (1, 1_000),
-    **dict.fromkeys(("hidden", "heads", "ffn", "vocab", "num_experts", "num_active_experts"), (1, MOST_OF_A_SIZE)),
-    **dict.fromkeys(
-        (
-            "kv_heads",
-            "head_dim",
-            "num_positions",
-            "expert_ffn",
-            "shared_ffn",
-            "dense_layers",
-            "rotary_dim",
-            "q_rank",
-            "kv_rank",
-            "rope_dim",
-            "value_dim",
-            "linear_dim",
-        ),
-        (0, MOST_OF_A_SIZE),
-    ),
-    **dict.fromkeys(("experts_every", "attention_every"), (1, 1_000)),
+    **{
+        entry.name: (0 if entry.default == 0 else 1, MOST_OF_A_SIZE)
+        for entry in fields(ModelShape)
+        if entry.type is int
+    },
+    **dict.fromkeys(("layers", "experts_every", "attention_every"), (1, 1_000)),
     "num_norms": (1, 4),
     **dict.fromkeys(("other_elems", "other_outside_elems"), (0, 10**15)),
 }
@@ -284,62 +280,68 @@ def targets_of(shape: ModelShape, lora: Lora) -> tuple[str, ...]:
 
 
 def parts_in(shape: ModelShape) -> Parts:
-    has_bias = shape.norm == "layer" and shape.norm_bias
     names = "in-tree" if shape.code == "in-tree" else "gpt" if shape.num_positions else "llama"
     make_block, words, blocks, norm, head = _NAMING[names]
-    before = [Part(words, (("weight", (shape.vocab, shape.hidden)),), is_embedding=True)]
-    if shape.num_positions:
-        sizes = (("weight", (shape.num_positions, shape.hidden)),)
-        before.append(Part("transformer.wpe", sizes, is_embedding=True))
+    tables = {words: shape.vocab} | ({"transformer.wpe": shape.num_positions} if shape.num_positions else {})
     kinds = {id(kind): kind for kind in shape.kinds}
-    made = {key: Block(make_block(kind, has_bias)) for key, kind in kinds.items()}
+    made = {key: Block(make_block(kind)) for key, kind in kinds.items()}
     return Parts(
-        before=tuple(before),
+        before=tuple(
+            Part(path, (("weight", (rows, shape.hidden)),), is_embedding=True) for path, rows in tables.items()
+        ),
         blocks=tuple((f"{blocks}.{index}", made[id(kind)]) for index, kind in enumerate(shape.kinds)),
         after=(
-            vectors(norm, shape.hidden, has_bias),
+            vectors(norm, shape.hidden, shape.has_norm_biases),
             *other(shape.other_outside_elems),
             linear(head, shape.hidden, shape.vocab, shape.head_bias, is_tied=shape.tied),
         ),
     )
 
 
-def _in_tree_block(shape: ModelShape, _: bool) -> Iterator[Part]:
+def _in_tree_block(shape: ModelShape) -> Iterator[Part]:
     hidden = shape.hidden
     yield vectors("attention_norm", hidden)
     widths = {"query": shape.query_width, "key": shape.kv_width, "value": shape.kv_width}
     yield from (linear(f"attention.{name}", hidden, width) for name, width in widths.items())
     yield linear("attention.out", shape.query_width, hidden)
     yield vectors("ffn_norm", hidden)
-    yield linear("ffn.gate", hidden, shape.ffn)
-    yield linear("ffn.up", hidden, shape.ffn)
-    yield linear("ffn.down", shape.ffn, hidden)
+    yield from _gated_ffn("ffn", ("gate", "up", "down"), hidden, shape.ffn)
 
 
-def _llama_block(shape: ModelShape, norm_bias: bool) -> Iterator[Part]:
+def _gated_ffn(path: str, names: tuple[str, ...], hidden: int, ffn: int, bias: bool = False) -> Iterator[Part]:
+    """Yield the projections of a feed-forward; without a gate, if `names` has none."""
+    *inward, outward = (f"{path}.{name}" for name in names)
+    yield from (linear(name, hidden, ffn, bias) for name in inward)
+    yield linear(outward, ffn, hidden, bias)
+
+
+_GATED = ("gate_proj", "up_proj", "down_proj")
+
+
+def _llama_block(shape: ModelShape) -> Iterator[Part]:
     hidden, ffn = shape.hidden, shape.ffn
-    if shape.linear_heads[0]:
+    if shape.linear_value_heads:
         yield from _delta_net(shape)
     elif shape.kv_rank:
         yield from _latent_attention(shape)
     else:
-        yield from _attention(shape, norm_bias)
+        yield from _attention(shape)
     if shape.num_experts > 1:
         yield from _experts(shape)
     elif shape.fused_gate_up:
         yield linear("mlp.gate_up_proj", hidden, 2 * ffn, shape.bias)
         yield linear("mlp.down_proj", ffn, hidden, shape.bias)
     else:
-        if shape.gated:
-            yield linear("mlp.gate_proj", hidden, ffn, shape.bias)
-        yield linear("mlp.up_proj", hidden, ffn, shape.bias)
-        yield linear("mlp.down_proj", ffn, hidden, shape.bias)
+        yield from _gated_ffn("mlp", _GATED if shape.gated else _GATED[1:], hidden, ffn, shape.bias)
     names = ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm")
-    yield from (vectors(name, hidden, norm_bias) for name in names[: shape.num_norms])
-    yield from other(shape.other_elems)
+    yield from (vectors(name, hidden, shape.has_norm_biases) for name in names[: shape.num_norms])
+    # gpt-oss: a sink for every head, and biases of the output, the router and the experts.
+    per_expert = 1 + 2 * shape.ffn_of_expert + hidden
+    sinks = shape.heads + hidden + shape.num_experts * per_expert if shape.has_sinks else 0
+    yield from other(shape.other_elems + sinks)
 
 
-def _attention(shape: ModelShape, norm_bias: bool) -> Iterator[Part]:
+def _attention(shape: ModelShape) -> Iterator[Part]:
     widths = {"q": shape.query_width, "k": shape.kv_width, "v": shape.kv_width}
     made = {"qkv": sum(widths.values())} if shape.fused_qkv else widths
     made = {**made, "q": 2 * widths["q"]} if shape.gated_attention else made
@@ -348,7 +350,7 @@ def _attention(shape: ModelShape, norm_bias: bool) -> Iterator[Part]:
     if shape.qk_norm or shape.qk_norm_whole:
         for name in "qk":
             width = shape.head_dim if shape.qk_norm else widths[name]
-            yield vectors(f"self_attn.{name}_norm", width, norm_bias)
+            yield vectors(f"self_attn.{name}_norm", width, shape.has_norm_biases)
 
 
 def _latent_attention(shape: ModelShape) -> Iterator[Part]:
@@ -367,23 +369,21 @@ def _latent_attention(shape: ModelShape) -> Iterator[Part]:
 
 def _delta_net(shape: ModelShape) -> Iterator[Part]:
     """Yield Qwen3-Next's linear attention."""
-    keys, values = (heads * shape.linear_dim for heads in shape.linear_heads)
-    yield Part("linear_attn", (("dt_bias", (shape.linear_heads[1],)), ("A_log", (shape.linear_heads[1],))))
+    heads, (keys, values) = shape.linear_value_heads, shape.linear_widths
+    yield Part("linear_attn", (("dt_bias", (heads,)), ("A_log", (heads,))))
     yield Part("linear_attn.conv1d", (("weight", (2 * keys + values, 1, 4)),))
     yield linear("linear_attn.in_proj_qkvz", shape.hidden, 2 * keys + 2 * values)
-    yield linear("linear_attn.in_proj_ba", shape.hidden, 2 * shape.linear_heads[1])
+    yield linear("linear_attn.in_proj_ba", shape.hidden, 2 * heads)
     yield vectors("linear_attn.norm", shape.linear_dim)
     yield linear("linear_attn.out_proj", values, shape.hidden)
 
 
-def _gpt_block(shape: ModelShape, norm_bias: bool) -> Iterator[Part]:
-    hidden = shape.hidden
+def _gpt_block(shape: ModelShape) -> Iterator[Part]:
+    hidden, norm_bias = shape.hidden, shape.has_norm_biases
     yield vectors("ln_1", hidden, norm_bias)
     yield linear("attn.c_attn", hidden, shape.query_width + 2 * shape.kv_width, shape.qkv_bias, is_conv=True)
     yield linear("attn.c_proj", shape.query_width, hidden, shape.bias, is_conv=True)
-    if shape.qk_norm:
-        yield vectors("attn.q_norm", shape.head_dim, norm_bias)
-        yield vectors("attn.k_norm", shape.head_dim, norm_bias)
+    yield from (vectors(f"attn.{name}_norm", shape.head_dim, norm_bias) for name in "qk" if shape.qk_norm)
     if shape.num_norms > 1:
         yield vectors("ln_2", hidden, norm_bias)
     if shape.num_experts > 1:
@@ -404,8 +404,7 @@ def _experts(shape: ModelShape) -> Iterator[Part]:
     yield from (router, experts) if shape.shared_gate or not shape.shared_ffn else (experts, router)
     if shape.shared_ffn:
         shared = "mlp.shared_expert" if shape.shared_gate else "mlp.shared_experts"
-        yield from (linear(f"{shared}.{name}_proj", hidden, shape.shared_ffn) for name in ("gate", "up"))
-        yield linear(f"{shared}.down_proj", shape.shared_ffn, hidden)
+        yield from _gated_ffn(shared, _GATED, hidden, shape.shared_ffn)
     if shape.shared_gate:
         yield linear("mlp.shared_expert_gate", hidden, 1)
 

@@ -110,12 +110,7 @@ class Head:
 
 def end(shape: ModelShape, training: Training, t: Tape, x: Tensor) -> Tensor:
     """Run the end of the model on the tape: from the last block's output to the loss."""
-    if shape.norm == "layer":
-        states = blocks.layer_norm(t, x, shape.hidden, bias=shape.norm_bias)
-    else:
-        states = (
-            blocks.rms_norm(t, x, shape.hidden) if shape.code == "in-tree" else blocks.norm(shape, t, x, shape.hidden)
-        )
+    states = blocks.norm(shape, t, x, shape.hidden)
     del x
     # A tied weight is reduced last, with the embedding: the buffer for its gradient does not exist yet.
     is_plain = shape.code != "in-tree" and not shape.tied

@@ -6,6 +6,7 @@ measurements, torchtitan's Llama and llm-foundry's MPT. A compiled block is the 
 fused: their intermediate results are recomputed instead of saved.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 
 from ..shapes.shape import ModelShape
@@ -86,9 +87,10 @@ def llama_norm(tape: Tape, x: Tensor, width: int, is_wide: bool = False) -> Tens
 
 
 def norm(shape: ModelShape, tape: Tape, x: Tensor, width: int) -> Tensor:
-    """The norm of a model of transformers."""
     if shape.norm == "layer":
         return layer_norm(tape, x, width, shape.norm_bias)
+    if shape.code == "in-tree":
+        return rms_norm(tape, x, width)
     return llama_norm(tape, x, width, is_wide=shape.norm == "rms-fp32")
 
 
@@ -117,6 +119,11 @@ def activation(tape: Tape, x: Tensor) -> Tensor:
 def gated(tape: Tape, gate: Tensor, up: Tensor) -> Tensor:
     """Compute activation(gate) * up in one kernel."""
     return tape.op([gate, up], saves=[gate, up])
+
+
+def gated_halves(tape: Tape, both: Tensor) -> Tensor:
+    gate, up = tape.split(both, (1, 1))
+    return gated(tape, gate, up) if tape.habits.is_fused else multiply(tape, activation(tape, gate), up)
 
 
 def softmax(tape: Tape, x: Tensor) -> Tensor:
@@ -271,6 +278,16 @@ def gated_ffn(shape: ModelShape, t: Tape, x: Tensor, names: tuple[str, str, str]
     return linear(t, mixed, fan[::-1], down, bias)
 
 
+def plain_ffn(
+    shape: ModelShape, t: Tape, x: Tensor, names: tuple[str, str], act: Callable[[Tape, Tensor], Tensor],
+    plain: bool = True,
+) -> Tensor:  # fmt: skip
+    fan = shape.hidden, shape.ffn
+    x = linear(t, x, fan, names[0], shape.bias, plain=plain)
+    x = act(t, x)
+    return linear(t, x, fan[::-1], names[1], shape.bias, plain=plain)
+
+
 def llama_block(shape: ModelShape, t: Tape, x: Tensor) -> Tensor:
     """transformers' block: variables hold the residuals. With four norms (Gemma), one follows attention, one ffn."""
     if shape.residual == "parallel":
@@ -316,10 +333,10 @@ def _latent_attention(shape: ModelShape, t: Tape, x: Tensor) -> Tensor:
 
 def _delta_net(shape: ModelShape, t: Tape, x: Tensor) -> Tensor:
     """Qwen3-Next's linear attention: one kernel for the convolution, one for the rule, which save their inputs."""
-    keys, values = (heads * shape.linear_dim for heads in shape.linear_heads)
+    keys, values = shape.linear_widths
     tokens = x.num_elems // shape.hidden
     both = linear(t, x, (shape.hidden, 2 * keys + 2 * values), "in_proj_qkvz")
-    rates = linear(t, x, (shape.hidden, 2 * shape.linear_heads[1]), "in_proj_ba")
+    rates = linear(t, x, (shape.hidden, 2 * shape.linear_value_heads), "in_proj_ba")
     mixed, gate = t.split(both, (2 * keys + values, values))
     mixed = t.op([mixed])  # concatenated again
     mixed = t.op([mixed], saves=[mixed], weights=[t.habits.weight(4 * (2 * keys + values))])
@@ -332,8 +349,8 @@ def _delta_net(shape: ModelShape, t: Tape, x: Tensor) -> Tensor:
 
 
 def _llama_attention(shape: ModelShape, t: Tape, x: Tensor) -> Tensor:
-    if shape.linear_heads[0] or shape.kv_rank:
-        return (_delta_net if shape.linear_heads[0] else _latent_attention)(shape, t, x)
+    if shape.linear_value_heads or shape.kv_rank:
+        return (_delta_net if shape.linear_value_heads else _latent_attention)(shape, t, x)
     bias, widths = shape.qkv_bias, (shape.query_width, shape.kv_width, shape.kv_width)
     norms = [shape.head_dim if shape.qk_norm else width if shape.qk_norm_whole else 0 for width in widths]
     if shape.fused_qkv:
@@ -367,15 +384,11 @@ def _llama_ffn(shape: ModelShape, t: Tape, x: Tensor) -> Tensor:
     if shape.num_experts > 1:
         return _experts(shape, t, x)
     if shape.fused_gate_up:
-        gate, up = t.split(linear(t, x, (shape.hidden, 2 * shape.ffn), "gate_up_proj", shape.bias), (1, 1))
-        mixed = gated(t, gate, up) if t.habits.is_fused else multiply(t, up, activation(t, gate))
-        del gate, up
+        mixed = gated_halves(t, linear(t, x, (shape.hidden, 2 * shape.ffn), "gate_up_proj", shape.bias))
         return linear(t, mixed, (shape.ffn, shape.hidden), "down_proj", shape.bias)
     if shape.gated:
         return gated_ffn(shape, t, x, ("gate_proj", "up_proj", "down_proj"))
-    act = _ACTIVATIONS.get(shape.activation, activation)
-    mixed = act(t, linear(t, x, (shape.hidden, shape.ffn), "up_proj", shape.bias))
-    return linear(t, mixed, (shape.ffn, shape.hidden), "down_proj", shape.bias)
+    return plain_ffn(shape, t, x, ("up_proj", "down_proj"), _ACTIVATIONS.get(shape.activation, activation))
 
 
 def _experts(shape: ModelShape, t: Tape, x: Tensor) -> Tensor:
@@ -400,12 +413,8 @@ def _experts(shape: ModelShape, t: Tape, x: Tensor) -> Tensor:
         del share, gate
         mixed = multiply(t, scale(t, up), mixed)
         del up
-    elif shape.gated:
-        gate, up = t.split(both, (1, 1))
-        mixed = gated(t, gate, up) if t.habits.is_fused else multiply(t, activation(t, gate), up)
-        del gate, up
     else:
-        mixed = activation(t, both)
+        mixed = gated_halves(t, both) if shape.gated else activation(t, both)
     out = linear(t, mixed, (ffn, shape.hidden), "experts", plain=False, num_weights=weights)
     weighted = t.op([out, chosen], saves=[out, chosen], kernel=Kernel(scratch_bytes=out.num_bytes))
     del out, both, mixed, sent
@@ -414,14 +423,14 @@ def _experts(shape: ModelShape, t: Tape, x: Tensor) -> Tensor:
 
 def gpt_block(shape: ModelShape, t: Tape, x: Tensor) -> Tensor:
     """GPT-2's block: its projections are not torch's linear layers, and its dropout is on by default."""
-    hidden = shape.hidden
     residual = x
-    x = layer_norm(t, x, hidden)
+    x = layer_norm(t, x, shape.hidden)
     mixed = _gpt_attention(shape, t, x)
     x = add(t, mixed, residual)
     residual = x
-    x = layer_norm(t, x, hidden)
-    return add(t, residual, _gpt_ffn(shape, t, x))
+    x = layer_norm(t, x, shape.hidden)
+    act = _ACTIVATIONS.get(shape.activation, gelu_tanh)
+    return add(t, residual, dropout(t, plain_ffn(shape, t, x, ("c_fc", "c_proj"), act, plain=False)))
 
 
 def _gpt_attention(shape: ModelShape, t: Tape, x: Tensor) -> Tensor:
@@ -433,28 +442,23 @@ def _gpt_attention(shape: ModelShape, t: Tape, x: Tensor) -> Tensor:
     return dropout(t, mixed)
 
 
-def _gpt_ffn(shape: ModelShape, t: Tape, x: Tensor) -> Tensor:
-    x = linear(t, x, (shape.hidden, shape.ffn), "c_fc", shape.bias, plain=False)
-    x = _ACTIVATIONS.get(shape.activation, gelu_tanh)(t, x)
-    x = linear(t, x, (shape.ffn, shape.hidden), "c_proj", shape.bias, plain=False)
-    return dropout(t, x)
-
-
 def titan_block(shape: ModelShape, t: Tape, x: Tensor) -> Tensor:
     """torchtitan's Llama: rotary positions as complex numbers in fp32, keys and values repeated for every head."""
-    width, kv_width = (shape.hidden, shape.query_width), (shape.hidden, shape.kv_width)
-    normed = llama_norm(t, x, shape.hidden)
-    query, key, value = (linear(t, normed, fan) for fan in (width, kv_width, kv_width))
-    del normed
-    if shape.qk_norm:  # its Qwen3
-        query, key = rms_norm(t, query, shape.head_dim), rms_norm(t, key, shape.head_dim)
-    query, key = _complex_rotated(t, query), _complex_rotated(t, key)
-    if shape.heads != shape.kv_heads:
-        key, value = (t.op([part], query.num_elems) for part in (key, value))
-    mixed = attention(t, replace(shape, kv_heads=shape.heads), query, key, value)
-    del query, key, value
-    x = add(t, x, linear(t, mixed, (shape.query_width, shape.hidden)))
-    del mixed
+
+    def queries_keys_values(normed: Tensor) -> list[Tensor]:
+        query, key, value = (
+            linear(t, normed, (shape.hidden, width)) for width in (shape.query_width, shape.kv_width, shape.kv_width)
+        )
+        del normed
+        if shape.qk_norm:  # its Qwen3
+            query, key = rms_norm(t, query, shape.head_dim), rms_norm(t, key, shape.head_dim)
+        query, key = _complex_rotated(t, query), _complex_rotated(t, key)
+        if shape.heads != shape.kv_heads:
+            key, value = (t.op([part], query.num_elems) for part in (key, value))
+        return [query, key, value]
+
+    parts = queries_keys_values(llama_norm(t, x, shape.hidden))
+    x = _attended(replace(shape, kv_heads=shape.heads), t, x, parts)
     return add(t, x, gated_ffn(shape, t, llama_norm(t, x, shape.hidden), ("w1", "w3", "w2")))
 
 
@@ -462,16 +466,17 @@ def _complex_rotated(t: Tape, x: Tensor) -> Tensor:
     return scale(t, x) if t.habits.is_fused else cast(t, scale(t, cast(t, x, 4)), x.itemsize)
 
 
+def _attended(shape: ModelShape, t: Tape, x: Tensor, parts: list[Tensor]) -> Tensor:
+    mixed = attention(t, shape, *parts)
+    parts.clear()
+    return add(t, x, linear(t, mixed, (shape.query_width, shape.hidden), bias=shape.bias))
+
+
 def mpt_block(shape: ModelShape, t: Tape, x: Tensor) -> Tensor:
     """llm-foundry's block, with 16-bit layer norms and flash attention; one product makes queries, keys and values."""
     widths = shape.query_width, shape.kv_width, shape.kv_width
     normed = layer_norm(t, x, shape.hidden, bias=shape.norm_bias)
-    fused = linear(t, normed, (shape.hidden, sum(widths)), bias=shape.qkv_bias)
-    parts = t.split(fused, widths)
-    del normed, fused
-    mixed = attention(t, shape, *parts)
-    del parts
-    x = add(t, x, linear(t, mixed, (shape.query_width, shape.hidden), bias=shape.bias))
-    del mixed
-    wide = linear(t, layer_norm(t, x, shape.hidden, bias=shape.norm_bias), (shape.hidden, shape.ffn))
-    return add(t, x, linear(t, activation(t, wide), (shape.ffn, shape.hidden), bias=shape.bias))
+    parts = t.split(linear(t, normed, (shape.hidden, sum(widths)), bias=shape.qkv_bias), widths)
+    del normed
+    x = _attended(shape, t, x, parts)
+    return add(t, x, plain_ffn(shape, t, layer_norm(t, x, shape.hidden, bias=shape.norm_bias), ("", ""), activation))
