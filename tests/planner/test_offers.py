@@ -225,3 +225,21 @@ compare("gpt2", ["8xH100", "T4"])
 assert "torch" not in sys.modules
 """
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_of_clusters_that_are_as_fast_the_smaller_one() -> None:
+    answer = compare("llama-3-8b", ["16xA100-80GB", "8xH100"])
+    speeds = [row["tokens_per_second"] for row in answer["clusters"]]
+    assert answer["recommended"] == 1
+    assert speeds[0] == pytest.approx(speeds[1], rel=0.01)
+    assert "as fast, with more GPUs" in answer["why"]
+
+
+def test_a_cluster_that_is_tight_is_said_to_be() -> None:
+    answer = smallest("llama-3-8b", "8xRTX-4090")
+    assert answer["clusters"][answer["recommended"]]["tight"]
+    assert "tight: only" in answer["why"]
+
+
+def test_another_precision_is_named() -> None:
+    assert "2 x T4 trains in fp16" in compare("llama-3.2-1b", ["8xH100", "2xT4"])["notes"]
