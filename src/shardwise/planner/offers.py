@@ -180,6 +180,7 @@ def _answer(
         notes.append(", ".join(f"{name} trains in {precision}" for precision, name in other.items()))
     if best is not None and best["tight"]:
         why += f"; tight: only {best['room_bytes'] / 1e9:,.1f} GB stay free"
+    notes += [str(facts["note"])] if facts.get("note") else []
     counts = [machine.cluster.world_size for machine in sizes]
     if skipped := [f"{size:,}" for size in counts if batch is not None and batch % size and size < batch]:
         words = ", ".join(skipped[:5]) + (f" and {len(skipped) - 5:,} more" if len(skipped) > 5 else "")

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Union
 
 from ..base.errors import ConfigurationError, did_you_mean
 from ..base.text import seconds
-from ..core.layout import MOST_SPLIT, PRESETS, Strategy
+from ..core.layout import MOST_SPLIT, PRESETS, Layout, Strategy
 from .assess import Assessment, Assessor, Machine, Subject
 from .changes import Alternative, Question, alternatives, nearest_change, room_words
 from .hardware.cluster import Cluster, make_cluster
@@ -236,7 +236,7 @@ def _why(assess: Assessor, entries: Sequence[Assessment], best: Assessment | Non
     if len(entries) == 1:  # nothing was compared
         return f"it fits, {seconds(best.step_s)} a step"
     others = [entry for entry in entries if entry.fits and entry is not best]
-    if assess.machine.cluster.world_size == 1 and set(best.layouts) == {PRESETS["ddp"]}:
+    if assess.machine.cluster.world_size == 1 and set(best.layouts) == {Layout()}:
         return f"it fits on one GPU, and there is no other rank to share with, {seconds(best.step_s)} a step"
     faster = [entry for entry in others if entry.tokens_per_s > best.tokens_per_s * (1 + TIE)]
     needs_more = any(entry.is_exact and entry.is_on_device for entry in faster)

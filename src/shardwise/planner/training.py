@@ -107,8 +107,9 @@ class Training:
                 f"{self.num_micro_batches:,} micro-batches of {self.micro_batch:,} sequences are more than the "
                 f"{MOST['micro_batch']:,} that are planned for"
             )
-        if self.lora is not None and not isinstance(self.lora, Lora):
-            yield f"lora {self.lora!r}, but it must be a rank, or a Lora(r=16, ...)"
+        lora: Any = self.lora
+        if lora is not None and not isinstance(lora, Lora):
+            yield f"lora {lora!r}, but it must be a rank, or a Lora(r=16, ...)"
         kinds: dict[str, Any] = {"optimizer": Optimizer, "checkpointing": Checkpointing, "loss": Loss}
         kinds |= {"loss_chunk": LossChunk, "engine": EngineName, "code": Code}
         for name, kind in kinds.items():
