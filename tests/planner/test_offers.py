@@ -249,3 +249,8 @@ def test_another_precision_is_named() -> None:
 
 def test_what_the_model_leaves_out_is_a_note() -> None:
     assert any("vision tower" in note for note in compare("gemma-3-27b", ["8xB200"])["notes"])
+
+
+def test_the_number_of_nodes_is_searched_not_given() -> None:
+    with pytest.raises(ConfigurationError, match="name one node"):
+        smallest("llama-3-8b", "4x8xH100")
