@@ -66,12 +66,14 @@ def test_an_instance_has_its_own_network_and_host() -> None:
         ("mi300", GPUS, "MI300X"),
         ("3090ti", GPUS, "RTX-3090"),
         ("B100", GPUS, "B200"),
+        ("8b", NAMED, "llama-3-8b"),
     ],
 )
 def test_an_unknown_name_lists_the_nearest_three(name: str, known: dict[str, Any], first: str) -> None:
     hint = nearest_names(name, known)
-    assert hint.startswith(f"did you mean '{first}")
-    assert hint.count("'") <= 6
+    assert hint.startswith("did you mean '")
+    assert f"'{first}" in hint
+    assert hint.count("'") <= 10
 
 
 def test_a_name_like_none_lists_all() -> None:
@@ -225,3 +227,30 @@ compare("gpt2", ["8xH100", "T4"])
 assert "torch" not in sys.modules
 """
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_of_clusters_that_are_as_fast_the_smaller_one() -> None:
+    answer = compare("llama-3-8b", ["16xA100-80GB", "8xH100"])
+    speeds = [row["tokens_per_second"] for row in answer["clusters"]]
+    assert answer["recommended"] == 1
+    assert speeds[0] == pytest.approx(speeds[1], rel=0.01)
+    assert "as fast, with more GPUs" in answer["why"]
+
+
+def test_a_cluster_that_is_tight_is_said_to_be() -> None:
+    answer = smallest("llama-3-8b", "8xRTX-4090")
+    assert answer["clusters"][answer["recommended"]]["tight"]
+    assert "tight: only" in answer["why"]
+
+
+def test_another_precision_is_named() -> None:
+    assert "2 x T4 trains in fp16" in compare("llama-3.2-1b", ["8xH100", "2xT4"])["notes"]
+
+
+def test_what_the_model_leaves_out_is_a_note() -> None:
+    assert any("vision tower" in note for note in compare("gemma-3-27b", ["8xB200"])["notes"])
+
+
+def test_the_number_of_nodes_is_searched_not_given() -> None:
+    with pytest.raises(ConfigurationError, match="name one node"):
+        smallest("llama-3-8b", "4x8xH100")

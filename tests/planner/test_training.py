@@ -31,3 +31,9 @@ def test_a_step_has_not_too_many_sequences() -> None:
 def test_ranks_of_adapters_are_whole_numbers(rank: Any) -> None:
     with pytest.raises(ConfigurationError, match="must be a whole number from 1 to"):
         Lora(rank)
+
+
+@pytest.mark.parametrize("asked", [{"lora": "16"}, {"lora": 16}, {"engine": "fsdp1", "speculation": "8GB"}])
+def test_what_a_step_cannot_have_is_named(asked: dict[str, Any]) -> None:
+    with pytest.raises(ConfigurationError, match=f"training: {list(asked)[-1]}"):
+        Training(**asked)

@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+from shardwise.report.offers import noted
 from shardwise.report.plan_facts import Plan
 from shardwise.report.table import explain, show, table
 from tests.report.sample import plan
@@ -124,6 +125,17 @@ def test_days_are_in_the_headline_and_in_a_column() -> None:
     text = table(long, 200)
     assert " 126,000 days in all" in " ".join(text.split())
     assert {"1.3", "126,000"} <= {*text.split()}
+    assert " 126,000 days in all" in " ".join(table(long | {"engine": "FSDP2"}, 200).split())
+
+
+def test_no_line_is_wider_than_the_terminal() -> None:
+    many = plan()
+    many["strategies"] += [
+        {"name": f"strategy_{number}", "fits": False, "why_not": f"needs {number} GB on each"} for number in range(9)
+    ]
+    many["explain"] = [{"term": "params", "bytes": 1, "formula": "2 B a parameter " * 9, "source": "a file " * 20}]
+    lines = [*table(many, 80).split("\n"), *explain(many, 80).split("\n"), *noted(["a note " * 30], 80)]
+    assert max(len(line) for line in lines if "'" not in line) <= 80
 
 
 def test_what_comes_to_the_same_is_one_row() -> None:

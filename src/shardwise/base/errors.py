@@ -111,8 +111,8 @@ def nearest(word: str, known: Iterable[str]) -> str | None:
 
 
 def nearest_names(word: str, known: Iterable[str]) -> str:
-    """Return a hint for an unknown name of which there are many, such as a model: the three nearest, or all names if
-    none is near. Only letters and digits count, the first ones most."""
+    """Return a hint for an unknown name of which there are many, such as a model: the three nearest, those that contain
+    it, or all names if none is near. Only letters and digits count, the first ones most."""
 
     def likeness(name: str) -> float:
         own, other = ("".join(filter(str.isalnum, text.lower())) for text in (word, name))
@@ -122,6 +122,7 @@ def nearest_names(word: str, known: Iterable[str]) -> str:
 
     names = sorted(known)
     near = [name for name in sorted(names, key=likeness, reverse=True)[:3] if likeness(name) > 0.4]
+    near = near or [name for name in names if word and word.lower() in name.lower()][:5]  # `8b`
     *first, last = map(repr, near or [""])
     return f"did you mean {', '.join(first)}{' or ' * bool(first)}{last}?" if near else f"known: {', '.join(names)}."
 

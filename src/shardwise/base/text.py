@@ -42,6 +42,13 @@ def duration(seconds: float) -> str:
     return f"{f'{days} d ' if days else ''}{hours}:{minutes:02}:{rest:02}"
 
 
+def seconds(value: float | None) -> str:
+    """Return a time with three digits: 343 ms, 1.15 s, 374,407 s; "-" if it is unknown."""
+    if value is None:
+        return "-"
+    return f"{value * 1e3:.3g} ms" if value < 0.9995 else f"{value:.2f} s" if value < 99.95 else f"{value:,.0f} s"
+
+
 def plural(number: int, word: str) -> str:
     """Return a number and its noun: 1 rank, 1,200 steps, 2 batches."""
     ending = "" if number == 1 else "es" if word.endswith("ch") else "s"

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..base.errors import ConfigurationError, MemoryExceededError
+from ..base.text import terminal_width
 from ..planner.hardware.links import quantity
 from .shared import documented, write_file
 
@@ -59,6 +60,7 @@ def plan(
     from ..planner import offers
     from ..planner.plan_json import plan_as_json
     from ..planner.planning import plan as make_plan
+    from ..planner.states import States
     from ..report.offers import noted
     from ..report.offers import show as show_offers
 
@@ -101,7 +103,10 @@ def plan(
     else:
         machine = machines[0]
         asked["precision"] = offers.precision_for(machine.cluster.gpu, precision)
-        answer = plan_as_json(make_plan(subject, machine, search=search, **asked), num_tokens)
+        made = make_plan(subject, machine, search=search, **asked)
+        if num_tokens is not None and isinstance(made, States):
+            raise ConfigurationError(f"--tokens {tokens}: only the states are planned, without time; give a real shape")
+        answer = plan_as_json(made, num_tokens)
         offers.add_costs(answer, offers.price_for(machine.cluster.gpu, prices))
     if as_json:
         print(json.dumps(answer, indent=1, allow_nan=False))
@@ -112,11 +117,12 @@ def plan(
         from ..report.table import show
 
         show(answer)
-        for line in noted(answer["notes"]):
+        width = terminal_width()
+        for line in noted(answer["notes"], width):
             print(line)
         if explain:
             print()
-            print(explained(answer))
+            print(explained(answer, width))
     if html is not None:
         from ..report.page import render
 

@@ -20,7 +20,7 @@ from .hardware.cluster import Cluster, usual_node
 from .hardware.gpus import Gpu
 from .plan_json import Json, cluster_as_json, strategy_as_json
 from .planning import machine_of, plan
-from .search import fastest
+from .search import TIE, fastest
 from .states import States
 from .subject import Planned
 
@@ -47,14 +47,18 @@ def compare(
     if not fitting:
         return _answer(rows, None, "nothing fits on any of them", asked)
     speed = itemgetter("tokens_per_second")
-    best = fast = max(fitting, key=speed)
+    fast = max(fitting, key=speed)
+    # Of clusters that are as fast, the one with the fewest GPUs.
+    best = min((row for row in fitting if speed(row) >= speed(fast) * (1 - TIE)), key=_num_gpus)
     why = "the fastest"
     if prices is not None and num_tokens is not None:
         least = min(row["dollars"] for row in fitting)
         cheap = [row for row in fitting if row["dollars"] <= least * (1 + TIE_OF_PRICES)]
         best = max(cheap, key=speed)
         why = "the cheapest" if len(cheap) == 1 else f"the fastest of those within {TIE_OF_PRICES:.0%} of the cheapest"
-    if best is not fast:
+    if best is not fast and _num_gpus(best) < _num_gpus(fast) and speed(best) >= speed(fast) * (1 - TIE):
+        why += f"; {fast['cluster']['name']} is as fast, with more GPUs"
+    elif speed(best) < speed(fast) * (1 - TIE):
         why += f"; {fast['cluster']['name']} is {speed(fast) / speed(best):.2f}x as fast"
     return _answer(rows, best, why, asked)
 
@@ -76,8 +80,10 @@ def smallest(
     """
     if days is not None and (num_tokens is None or not days > 0):
         raise ConfigurationError(f"--days {days:g}: give a number above 0, and --tokens, the length of the training")
-    global_batch = asked.get("global_batch")
-    sizes = _sizes(machine_of(cluster))
+    global_batch, node = asked.get("global_batch"), machine_of(cluster)
+    if node.cluster.num_nodes > 1:
+        raise ConfigurationError(f"--gpus: {node.cluster}: the number of nodes is searched; name one node")
+    sizes = _sizes(node)
     machines = [m for m in sizes if global_batch is None or global_batch % m.cluster.world_size == 0]
     quick = {**asked, "strategy": asked.get("strategy") or MOST_SPLIT}
 
@@ -112,6 +118,10 @@ def smallest(
             rows.append(row(at, True))
             why = f"the smallest that fits without state on host or disk; with it, {rows[0]['cluster']['name']} does"
     return _answer(rows, rows[-1], why, asked, sizes)
+
+
+def _num_gpus(row: Json) -> int:
+    return int(row["cluster"]["world_size"])
 
 
 def _row(
@@ -167,6 +177,12 @@ def _answer(
     if batch is None and len({row["cluster"]["world_size"] for row in rows}) > 1:
         tokens = f"{own['micro_batch'] * own['num_micro_batches']} x {own['seq']:,} tokens"
         notes.append(f"each GPU gets {tokens} a step, so more GPUs take larger steps; --global-batch-size fixes them")
+    precisions = {row["precision"]: row["cluster"]["name"] for row in rows if "precision" in row}
+    if own and (other := {row: name for row, name in precisions.items() if row != made["precision"]}):
+        notes.append(", ".join(f"{name} trains in {precision}" for precision, name in other.items()))
+    if best is not None and best["tight"]:
+        why += f"; tight: only {best['room_bytes'] / 1e9:,.1f} GB stay free"
+    notes += [str(facts["note"])] if facts.get("note") else []
     counts = [machine.cluster.world_size for machine in sizes]
     if skipped := [f"{size:,}" for size in counts if batch is not None and batch % size and size < batch]:
         words = ", ".join(skipped[:5]) + (f" and {len(skipped) - 5:,} more" if len(skipped) > 5 else "")

@@ -6,7 +6,8 @@ from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, Union
 
 from ..base.errors import ConfigurationError, did_you_mean
-from ..core.layout import MOST_SPLIT, PRESETS, Strategy
+from ..base.text import seconds
+from ..core.layout import MOST_SPLIT, PRESETS, Layout, Strategy
 from .assess import Assessment, Assessor, Machine, Subject
 from .changes import Alternative, Question, alternatives, nearest_change, room_words
 from .hardware.cluster import Cluster, make_cluster
@@ -232,37 +233,37 @@ def _why(assess: Assessor, entries: Sequence[Assessment], best: Assessment | Non
         return f"nothing exact fits: {advice}. {' and '.join(inexact)} would fit, and rounds what is sent: ask for it"
     if not best.is_on_device:
         return _why_off_device(entries, best)
+    if len(entries) == 1:  # nothing was compared
+        return f"it fits, {seconds(best.step_s)} a step"
     others = [entry for entry in entries if entry.fits and entry is not best]
-    if assess.machine.cluster.world_size == 1:
-        return "it fits on one GPU, and there is no other rank to share with"
+    if assess.machine.cluster.world_size == 1 and set(best.layouts) == {Layout()}:
+        return f"it fits on one GPU, and there is no other rank to share with, {seconds(best.step_s)} a step"
     faster = [entry for entry in others if entry.tokens_per_s > best.tokens_per_s * (1 + TIE)]
     needs_more = any(entry.is_exact and entry.is_on_device for entry in faster)
     text = "the fastest that fits" + (" with room" if needs_more else "")
     text += " without the host" if any(entry.is_exact and not entry.is_on_device for entry in faster) else ""
     text += " and is exact" if any(not entry.is_exact for entry in faster) else ""
-    text += f", {best.step_s:.3g} s a step"
+    text += f", {seconds(best.step_s)} a step"
     for entry in others:
-        if entry.tokens_per_s * 1.005 < best.tokens_per_s and set(entry.layouts) == {PRESETS[MOST_SPLIT]}:
+        if entry.tokens_per_s * 1.05 < best.tokens_per_s and set(entry.layouts) == {PRESETS[MOST_SPLIT]}:
             text += f", {best.tokens_per_s / entry.tokens_per_s:.2f}x as fast as {entry.name}"
-    sent = best.moved.by_call.wire_bytes
-    return f"{text}; each rank sends {f'{sent / 1e9:,.1f} GB' if sent >= 1e8 else f'{sent / 1e6:,.1f} MB'} in it"
+    return text
 
 
 def _why_off_device(entries: Sequence[Assessment], best: Assessment) -> str:
-    """Say how much state is offloaded, where to, and why."""
-    fits_here = any(entry.fits and entry.is_on_device for entry in entries)
-    text = "it has more room than" if fits_here else "nothing fits"
-    text += f" on the device alone, and of what fits {'with room ' if fits_here else ''}it is the fastest"
-    text += f", {best.step_s:.3g} s a step"
-    part, cluster = best.part_on_device, best.machine.cluster
-    if 0 < part < 1:
-        text += f"; {part:.0%} of the optimizer stays on the device, as much as fits there"
+    """Say why state is offloaded, and how much of host and disk it takes."""
+    here = [entry for entry in entries if entry.fits and entry.is_on_device and entry.is_exact]
+    if len(entries) == 1:
+        text = "it fits"
+    elif not here:
+        text = "nothing fits on the device alone; the fastest that fits"
+    else:
+        is_faster = all(entry.tokens_per_s < best.tokens_per_s for entry in here)
+        text = "the fastest that fits" if is_faster else "the fastest that fits with room"
+    text += f", {seconds(best.step_s)} a step; "
+    cluster, held = best.machine.cluster, []
     if best.host_bytes:
-        text += f"; the host of each node holds {best.host_bytes / 1e9:,.1f} of {cluster.host_bytes / 1e9:,.1f} GB"
+        held.append(f"the host of each node holds {best.host_bytes / 1e9:,.1f} of {cluster.host_bytes / 1e9:,.1f} GB")
     if best.disk_bytes:
-        text += f"; its disk {best.disk_bytes / 1e9:,.1f} GB, in a folder that has to be named (disk_path)"
-    if best.unclipped_s is not None:
-        text += (
-            f"; {best.spare_bytes / 1e9:,.1f} GB of this are spare, for {best.unclipped_s:.3g} s if nothing is clipped"
-        )
-    return text
+        held.append(f"{'its' if held else 'the'} disk {best.disk_bytes / 1e9:,.1f} GB, in a folder to name (disk_path)")
+    return text + ", ".join(held)

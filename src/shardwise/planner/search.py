@@ -236,7 +236,7 @@ def label_of(entry: Assessment) -> str:
     if first == last:
         return _words(entry, first)
     if last.uses_disk:
-        return f"{_words(entry, last)}, the first {plural(num, 'unit')} on the host"
+        return f"{_words(entry, last)}, the first {entry.layouts.count(first)} units on the host"
     return f"{_words(entry, first)}, the last {plural(len(leaves) - num, 'unit')} as {_words(entry, last)}"
 
 

@@ -93,7 +93,9 @@ class Training:
                 f"training: engine 'deepspeed' with precision {self.precision!r}, but it is planned with fp32 masters "
                 "beside weights in the compute dtype: give precision bf16, fp16 or fp32"
             )
-        num_bytes_of(self.speculation)
+        if num_bytes_of(self.speculation) and self.engine != OURS:
+            raise ConfigurationError(f"training: speculation {self.speculation!r} with engine {self.engine!r}: only "
+                                     f"{OURS} updates before the norm; leave it out")  # fmt: skip
 
     def _problems(self) -> Iterator[str]:
         for name, most in MOST.items():
@@ -105,6 +107,9 @@ class Training:
                 f"{self.num_micro_batches:,} micro-batches of {self.micro_batch:,} sequences are more than the "
                 f"{MOST['micro_batch']:,} that are planned for"
             )
+        lora: Any = self.lora
+        if lora is not None and not isinstance(lora, Lora):
+            yield f"lora {lora!r}, but it must be a rank, or a Lora(r=16, ...)"
         kinds: dict[str, Any] = {"optimizer": Optimizer, "checkpointing": Checkpointing, "loss": Loss}
         kinds |= {"loss_chunk": LossChunk, "engine": EngineName, "code": Code}
         for name, kind in kinds.items():

@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from ..base.text import size
+from ..base.text import seconds, size
 from .plan_facts import (
     CLASSES,
     CONTEXT,
@@ -24,7 +24,6 @@ from .plan_facts import (
     listed,
     mapping,
     rows,
-    seconds,
     stacked,
     text_of,
 )

@@ -4,7 +4,7 @@ import shutil
 
 from ..base.text import count
 from .plan_facts import Json, Plan, Strategy, decimal, gigabytes, number, percent, rows, text_of, whole
-from .table import PLAIN, _laid_out, _over, _width, _wrapped
+from .table import PLAIN, WIDTH, _laid_out, _over, _width, _wrapped
 
 # If a row is too wide, columns are dropped in this order.
 LEAST = ("tok/step", "with", "MFU", "tok/s/GPU", "GPU-hours", "fits", "tok/s", "strategy")
@@ -19,9 +19,9 @@ def table(answer: Json, width: int = PLAIN) -> str:
     fitting, names = [s for s in found if s.fits], {s: text_of(s.row["cluster"]["name"]) for s in found}
     best = None if answer["recommended"] is None else found[answer["recommended"]]
     words = "; ".join(filter(None, [best.costs, answer["why"]])) if best else answer["why"]
-    plan = Plan(answer)
-    lines = [*_wrapped(f"Take {names[best]}: {words}" if best else f"Nothing to take: {words}", ""), ""]
-    lines += [*_wrapped("; ".join(filter(None, [plan.model_words, plan.training_words])), "  "), ""]
+    plan, wide = Plan(answer), min(width, WIDTH)
+    lines = [*_wrapped(f"Take {names[best]}: {words}" if best else f"Nothing to take: {words}", "", wide), ""]
+    lines += [*_wrapped("; ".join(filter(None, [plan.model_words, plan.training_words])), "  ", wide), ""]
     columns = _columns(fitting, names)
     for least in LEAST:
         if columns and _over(columns, width - 2) > 0:
@@ -33,13 +33,14 @@ def table(answer: Json, width: int = PLAIN) -> str:
         lines.append(f"{'>' if strategy is best else ' '} {text}"[:width])
     for strategy in found:
         why = text_of(strategy.row.get("why_not"))
-        lines += [] if strategy.fits else _wrapped(why, f"  {names[strategy]}: ", indent=4)
-    return "\n".join([*lines, *noted(answer["notes"])])
+        lines += [] if strategy.fits else _wrapped(why, f"  {names[strategy]}: ", wide, 4)
+    return "\n".join([*lines, *noted(answer["notes"], wide)])
 
 
-def noted(notes: list[str]) -> list[str]:
+def noted(notes: list[str], width: int = WIDTH) -> list[str]:
     """Return lines with notes, after an empty line."""
-    return [line for index, note in enumerate(notes) for line in [""][index:] + _wrapped(text_of(note), "  note: ")]
+    lines = [line for note in notes for line in _wrapped(text_of(note), "  note: ", min(width, WIDTH), 4)]
+    return ["", *lines] if lines else []
 
 
 def _columns(found: list[Strategy], names: dict[Strategy, str]) -> dict[str, list[str]]:

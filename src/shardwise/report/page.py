@@ -8,7 +8,7 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
-from ..base.text import count, size
+from ..base.text import count, seconds, size
 from ..version import VERSION
 from . import charts
 from .plan_facts import (
@@ -23,7 +23,6 @@ from .plan_facts import (
     listed,
     percent,
     rows,
-    seconds,
     text_of,
     whole,
 )

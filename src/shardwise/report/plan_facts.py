@@ -10,7 +10,7 @@ import re
 from functools import cached_property
 from typing import Any
 
-from ..base.text import count, plural, size
+from ..base.text import count, plural, seconds, size
 
 Json = dict[str, Any]
 
@@ -65,12 +65,6 @@ def text_of(value: object) -> str:
 def gigabytes(num_bytes: float) -> str:
     value = num_bytes / 1e9
     return f"{value:,.0f}" if value >= 99.95 else f"{value:.1f}" if value >= 0.05 else f"{value:.2g}"
-
-
-def seconds(value: float | None) -> str:
-    if value is None:
-        return "-"
-    return f"{value * 1e3:.3g} ms" if value < 0.9995 else f"{value:.2f} s" if value < 99.95 else f"{value:,.0f} s"
 
 
 def whole(value: float | None) -> str:
@@ -259,12 +253,13 @@ class Plan:
     def verdict(self) -> str:
         """The recommended strategy and the reason, in a sentence."""
         engine = text_of(self.json.get("engine"))
-        if engine and self.best is not None:
-            return f"{engine} would need {size(self.best.needed)} a {self.device} with {self.best.name}: {self.reason}"
-        if engine and self.reason:
+        if engine and self.reason and self.best is None:
             return f"{engine}: {self.reason}"
         if self.best is not None:
             more = f"; {self.best.costs} in all" if self.best.costs else ""
+            if engine:
+                memory = f"{size(self.best.needed)} a {self.device}"
+                return f"{engine} would need {memory} with {self.best.name}: {self.reason}{more}"
             much = [tried for tried in self.alternatives if tried.get("much_faster")]
             for tried in much:
                 more += (

@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 from ..base.documents import MOST_JSON_BYTES, find, parse
 from ..base.errors import ConfigurationError
 from ..base.files import read_regular
-from ..base.text import count, plural, size, terminal_width
+from ..base.text import count, plural, seconds, size, terminal_width
 from .charts import draw_curve
-from .plan_facts import Json, Plan, Strategy, amount, mapping, number, percent, rows, seconds, text_of, whole
+from .plan_facts import Json, Plan, Strategy, amount, mapping, number, percent, rows, text_of, whole
 
 CONFIG, METRICS, LEFT, PLAN, TRAFFIC = "config.json", "metrics.jsonl", "metrics-left.jsonl", "plan.json", "traffic.json"
 _MOST_ROWS_BYTES = 512 << 20  # maximum size of the metrics: a million rows

@@ -9,7 +9,8 @@ import textwrap
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from .plan_facts import Json, Plan, gigabytes, percent, seconds, whole
+from ..base.text import seconds
+from .plan_facts import Json, Plan, gigabytes, percent, whole
 
 WIDTH = 100  # maximum width of sentences
 NARROWEST = 40
@@ -47,18 +48,18 @@ def show(plan: Json) -> None:
             print(line.text)
 
 
-def explain(plan: Json) -> str:
+def explain(plan: Json, width: int = WIDTH) -> str:
     """The terms of the recommended strategy's memory: bytes, formula and source of each."""
     terms, best = Plan(plan).terms, Plan(plan).best
     if not terms:
         return "This plan explains no terms."
     lines = [f"Memory of {best.name}, term by term:", ""] if best is not None else []
-    width = max(len(term["term"]) for term in terms)
+    wide, longest = max(min(width, WIDTH), NARROWEST), max(len(term["term"]) for term in terms)
     for term in terms:
-        first = f"  {term['term']:<{width}}  {term['size']:>8}  "
-        lines += _wrapped(term["formula"] or "-", first)
-        lines += _wrapped(term["source"], " " * (len(first) + 2)) if term["source"] else []
-    lines += ["", *_wrapped(f"At once: {best.peak}", "")] if best is not None and best.peak else []
+        first = f"  {term['term']:<{longest}}  {term['size']:>8}  "
+        lines += _wrapped(term["formula"] or "-", first, wide)
+        lines += _wrapped(term["source"], " " * (len(first) + 2), wide) if term["source"] else []
+    lines += ["", *_wrapped(f"At once: {best.peak}", "", wide)] if best is not None and best.peak else []
     return "\n".join(lines)
 
 
@@ -91,7 +92,7 @@ def _lines(plan: Plan, width: int) -> Iterator[Line]:
         yield from (Line(text) for text in _wrapped(words, "  ", wide))
     if others := plan.alternative_words:
         yield Line("")
-        yield Line("  what else would do" if best is None else "  faster, with changes")
+        yield Line("  fits, with changes" if best is None else "  faster, with changes")
         for flags, words in others:
             yield from (Line(text) for text in _wrapped(flags, "    ", wide))
             yield from (Line(text) for text in _wrapped(words, "      ", wide))
@@ -101,7 +102,9 @@ def _lines(plan: Plan, width: int) -> Iterator[Line]:
         longest = min(max(len(names) for names, _, _ in refused), wide // 3)
         for names, why, nearest in refused:
             text = (why or "it needs more") + (f" -> {nearest}" if nearest else "")
-            yield from (Line(line) for line in _wrapped(text, f"    {names:<{longest}}  ", wide, 6 + longest))
+            *above, last = textwrap.wrap(names, longest, break_long_words=False) or [""]
+            yield from (Line(f"    {line}") for line in above)
+            yield from (Line(line) for line in _wrapped(text, f"    {last:<{longest}}  ", wide, 6 + longest))
 
 
 def _narrowed(columns: dict[str, list[str]], width: int, order: tuple[str, ...]) -> dict[str, list[str]]:

@@ -64,9 +64,10 @@ def shape_named(name: str) -> ModelShape:
     words = _ALIASES.get(bare, _ALIASES.get(words, words))
     found = {_letters(key): shape for key, shape in known.items()}.get(_letters(words))
     if found is None:
+        hint = "" if name.startswith(("/", ".", "~")) else f"; {nearest_names(words, known)}"  # none for a path
         raise ConfigurationError(
-            f"model {name!r}: no shape has this name, and there is no such file or folder; "
-            f"{nearest_names(words, known)} Or give a config.json, or --shape layers=..."
+            f"model {name!r}: no shape has this name, and there is no such file or folder{hint or '.'} "
+            "Or give a config.json, or --shape layers=..."
         )
     return replace(found, name=name.strip()) if owner else found
 
