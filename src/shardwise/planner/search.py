@@ -179,8 +179,13 @@ def fastest(found: Iterable[Assessment], tie: float = TIE) -> Assessment | None:
         (NARROW_GAIN, attrgetter("is_roomy")),
     )
     for gain, is_preferred in preferences:
-        if most := max((entry.tokens_per_s for entry in fitting if is_preferred(entry)), default=0.0):
-            fitting = [entry for entry in fitting if is_preferred(entry) or entry.tokens_per_s > most * (1 + gain)]
+        preferred = [entry for entry in fitting if is_preferred(entry)]
+        if not preferred or len(preferred) == len(fitting):
+            continue
+        least = inf if gain == inf else max(entry.tokens_per_s for entry in preferred) * (1 + gain)
+        fitting = [entry for entry in fitting if is_preferred(entry) or (least < inf and entry.tokens_per_s > least)]
+    if len(fitting) == 1:  # its time is not needed
+        return fitting[0]
     best = max(entry.tokens_per_s for entry in fitting)
     return next(entry for entry in fitting if entry.tokens_per_s >= best * (1 - tie))
 

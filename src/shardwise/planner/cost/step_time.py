@@ -16,6 +16,7 @@ update of state on disk is one operation on host and disk, since the engine read
 from collections import defaultdict, deque
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from ...core.schedule.step_schedule import NUM_OFFLOADED_GRADS, NUM_REDUCTIONS, Schedule
 from ...core.wire.ledger import Call
@@ -43,8 +44,7 @@ _LANES = {"to_device": COPY, "to_host": COPY, "read": DISK, "write": DISK}
 BOTH_WAYS = 1.4
 
 
-@dataclass(frozen=True, slots=True)
-class Span:
+class Span(NamedTuple):
     """A named time interval on a lane."""
 
     lane: str
@@ -84,9 +84,9 @@ class Lanes:
     def start_calls(self, lane: str, name: str, calls: Iterable[Call], ready_s: float, after: Op | None) -> Op | None:
         """Queue collectives one after the other; return the last operation of the chain."""
         for call in calls:
-            if call not in self._costs:
-                self._costs[call] = self._cost_of(call)
-            after = self._queue(Op((lane, call.axis), name, ready_s, after, *self._costs[call]))
+            if (cost := self._costs.get(call)) is None:
+                cost = self._costs[call] = self._cost_of(call)
+            after = self._queue(Op((lane, call.axis), name, ready_s, after, *cost))
         return after
 
     def _cost_of(self, call: Call) -> tuple[Cost, float]:
@@ -154,11 +154,16 @@ class Lanes:
         for queue, ops in self._queues.items():
             if ops:
                 op = ops[0]
-                op_begin_s = max(op.ready_s, self._queue_free[queue])
-                if op.before is not None:
-                    if op.before.end_s < 0.0:
+                op_begin_s, before = op.ready_s, op.before
+                if before is not None:
+                    if before.end_s < 0.0:
                         continue
-                    op_begin_s = max(op_begin_s, op.before.end_s)
+                    if before.end_s > op_begin_s:
+                        op_begin_s = before.end_s
+                if op_begin_s > begin_s:
+                    continue
+                if (free_s := self._queue_free[queue]) > op_begin_s:
+                    op_begin_s = free_s
                 # Of two that can begin at the same time, a gather is first, because the engine queues it first.
                 if op_begin_s < begin_s or (op_begin_s == begin_s and queue[0] == "gather" and first is not None):
                     first, begin_s = op, op_begin_s
