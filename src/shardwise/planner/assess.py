@@ -6,6 +6,7 @@ no cost depends on their names.
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import cached_property
 from typing import TypeVar
@@ -20,7 +21,7 @@ from .cost.compute import seconds_of, speed_of, with_copies
 from .cost.deepspeed import Zero, deepspeed_copies, deepspeed_events, deepspeed_memory_of
 from .cost.fsdp import fsdp_copies, fsdp_memory_of
 from .cost.step_time import Timing, step_time
-from .events import Event, StepTraffic, step_events, traffic_of
+from .events import Action, Event, StepTraffic, step_events, traffic_of
 from .hardware.cluster import Cluster
 from .hardware.gpus import Efficiency, Overheads
 from .training import OURS, Training, num_bytes_of
@@ -106,6 +107,7 @@ class Assessment:
     clips: bool
     # Events without copies of activations, of this and other plans: trainings that differ in memory only share them.
     known_events: dict[object, tuple[Schedule, list[Event]]] = field(default_factory=dict)
+    known_actions: dict[object, list[Action]] = field(default_factory=dict)
 
     @cached_property
     def events(self) -> list[Event]:
@@ -115,7 +117,13 @@ class Assessment:
         """The events of a step, including the copies of offloaded activations."""
         key = (id(self.schedule), num_micro_batches, self.clips, moments := self.training.num_moments)
         if key not in self.known_events:
-            made = step_events(self.schedule, num_micro_batches, clips=self.clips, num_moments=moments)
+            made = step_events(
+                self.schedule,
+                num_micro_batches,
+                clips=self.clips,
+                num_moments=moments,
+                known_actions=self.known_actions,
+            )
             self.known_events[key] = self.schedule, made  # the id is that of a schedule that is still there
         events = self.known_events[key][1]
         if self.training.engine == "deepspeed":
@@ -185,6 +193,12 @@ class Assessment:
         found = cost(self.events)
         num_more = self.training.num_micro_batches - MAX_SIMULATED
         return found.continued(cost(self._events(MAX_SIMULATED - 1)), num_more) if num_more > 0 else found
+
+    def named(self, name: str) -> "Assessment":
+        """Return the same under another name, with what is known of it."""
+        found = copy(self)
+        object.__setattr__(found, "name", name)
+        return found
 
     @property
     def needed_bytes(self) -> int:
@@ -295,19 +309,22 @@ class Assessor:
     _flats: dict[object, tuple[Flat, ...]] = field(default_factory=dict, init=False)
     _schedules: dict[object, Schedule] = field(default_factory=dict, init=False)
     _events: dict[object, tuple[Schedule, list[Event]]] = field(default_factory=dict, init=False)
+    _actions: dict[object, list[Action]] = field(default_factory=dict, init=False)
+    _found: dict[object, Assessment] = field(default_factory=dict, init=False)
 
     @cached_property
     def unit_names(self) -> list[str]:
         return [unit.name for unit in self.subject.units]
 
     @cached_property
-    def _alike(self) -> dict[str, object]:
-        """A key for each unit, by the unit's name. Units with equal keys have equal flats."""
-        found: dict[str, object] = {}
+    def _alike(self) -> dict[str, int]:
+        """A number for each unit, by the unit's name. Units with equal numbers have equal flats."""
+        found: dict[str, int] = {}
+        kinds: dict[object, int] = {}
         for unit in self.subject.units:
             kept = [bool(self.keep_fp32) and matches(p.sites[0].module, self.keep_fp32) for p in unit.params]
             sizes = ((param.shape, param.dtype, param.trainable, param.is_table) for param in unit.params)
-            found[unit.name] = (*sizes, *kept)
+            found[unit.name] = kinds.setdefault((*sizes, *kept), len(kinds))
         return found
 
     def on(self, machine: Machine) -> "Assessor":
@@ -325,9 +342,15 @@ class Assessor:
         key = (used, training.precision, training.reduce)
         if key not in self._schedules:
             self._schedules[key] = self._schedule(used, training)
-        schedule, works = self._schedules[key], self.subject.works(training)
-        head_dim, clips = self.subject.head_dim, self.clips
-        return Assessment(name, used, training, self.machine, schedule, works, head_dim, clips, self._events)
+        schedule = self._schedules[key]
+        known = self._found.get((id(schedule), training))
+        if known is not None:
+            return known if known.name == name else known.named(name)
+        works, head_dim, clips = self.subject.works(training), self.subject.head_dim, self.clips
+        known_of = self._events, self._actions
+        found = Assessment(name, used, training, self.machine, schedule, works, head_dim, clips, *known_of)
+        self._found[id(schedule), training] = found
+        return found
 
     def _schedule(self, layouts: Sequence[Layout], training: Training) -> Schedule:
         plans = []

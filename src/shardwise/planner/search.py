@@ -90,8 +90,13 @@ def assess_best(assess: Assessor, name: str, layouts: Layout | Sequence[Layout],
     the batches that leave as much room with one mode, the largest; batches are in ascending order."""
     fitting: dict[object, Assessment] = {}
     others: list[Assessment] = []
-    before = first = 0
+    before = first = 0  # bytes that the last mode needed with the batch before; the first mode that may have room
     for trainings in choice:
+        # The last mode needs the least memory. If even that does not fit and grows with the batch, no later batch fits.
+        if before and not fitting:
+            least = assess(name, layouts, trainings[-1])
+            if not least.fits and least.needed_bytes > before:
+                break
         # A mode that has no room with a smaller batch has none with a larger one.
         for at, training in enumerate(trainings[first:], first):
             found = assess(name, layouts, training)
@@ -102,7 +107,6 @@ def assess_best(assess: Assessor, name: str, layouts: Layout | Sequence[Layout],
             if has_room(found):
                 first = at
                 break
-        # The last mode needs the least memory. If even that does not fit and grows with the batch, no later batch fits.
         if not found.fits and found.needed_bytes > before > 0:
             break
         before = found.needed_bytes
@@ -164,7 +168,7 @@ def most_kept(assess: Assessor, split: str, kept: str, training: Training) -> As
         return None
     found = with_kept(num)
     num_kept = sum(layout == PRESETS[kept] for layout in found.layouts)
-    return replace(found, name=f"{split} + {kept} x {num_kept}")
+    return found.named(f"{split} + {kept} x {num_kept}")
 
 
 def fastest(found: Iterable[Assessment], tie: float = TIE) -> Assessment | None:
