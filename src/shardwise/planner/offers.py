@@ -83,14 +83,14 @@ def smallest(
     quick = {**asked, "strategy": asked.get("strategy") or MOST_SPLIT}
 
     @cache
-    def offer(at: int, is_quick: bool) -> Offer:
+    def offer(at: int, is_quick: bool) -> Offer:  # called with positions only, as `cache` tells keywords apart
         found = _offer(model, machines[at], quick if is_quick else asked)
         if isinstance(found.plan, str):  # no size can be planned
             raise ConfigurationError(found.plan)
         return found
 
     def row(at: int, on_device: bool) -> Json:
-        return _as_row(offer(at, is_quick=False), num_tokens, prices, on_device)
+        return _as_row(offer(at, False), num_tokens, prices, on_device)
 
     def first(on_device: bool, is_quick: bool) -> int | None:
         def meets(at: int, is_quick: bool = False) -> bool:
