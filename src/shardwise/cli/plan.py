@@ -1,7 +1,9 @@
 """`shardwise plan`: what fits, what it costs and which strategy to use, before anything runs. Needs no torch."""
 
+import gc
 import json
 from collections.abc import Callable
+from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +18,24 @@ if TYPE_CHECKING:
 MEASURED = "hardware.json"  # the file of `--hardware measured`
 
 
+def _without_collector(command: Callable[..., None]) -> Callable[..., None]:
+    """Run a command without Python's search for cycles: a plan's many values have none, and it takes a fifth longer."""
+
+    @wraps(command)
+    def run(*args: Any, **keywords: Any) -> None:
+        was_on = gc.isenabled()
+        gc.disable()
+        try:
+            command(*args, **keywords)
+        finally:
+            if was_on:
+                gc.enable()
+
+    return run
+
+
 @documented
+@_without_collector
 def plan(
     model: str | None = None,
     shape: str | None = None,

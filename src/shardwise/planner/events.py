@@ -77,7 +77,8 @@ def step_events(
             if shared not in known:
                 known[shared] = _MAKERS[verb](unit, *args) if verb in _MAKERS else Event(verb, unit.name)
             same = known[shared]
-            known[own] = same if same.unit == unit.name else replace(same, unit=unit.name)
+            coding = same.encode_bytes, same.decode_bytes
+            known[own] = Event(verb, unit.name, same.calls, same.moves, same.host_elems, *coding)
         events.append(known[own])
     # The ranks exchange which parameters were used, one number each, and a hash of their optimizers' settings.
     num_params, num_ranks = sum(len(flat.params) for flat in schedule.trainable_flats), schedule.num_ranks
