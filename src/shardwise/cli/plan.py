@@ -2,8 +2,8 @@
 
 import gc
 import json
-from collections.abc import Callable
-from functools import wraps
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,24 +18,18 @@ if TYPE_CHECKING:
 MEASURED = "hardware.json"  # the file of `--hardware measured`
 
 
-def _without_collector(command: Callable[..., None]) -> Callable[..., None]:
-    """Run a command without Python's search for cycles: a plan's many values have none, and it takes a fifth longer."""
-
-    @wraps(command)
-    def run(*args: Any, **keywords: Any) -> None:
-        was_on = gc.isenabled()
-        gc.disable()
-        try:
-            command(*args, **keywords)
-        finally:
-            if was_on:
-                gc.enable()
-
-    return run
+@contextmanager
+def _without_collector() -> Iterator[None]:
+    """Turn off Python's search for cycles: a plan's many values have none, and it would take a fifth longer."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 @documented
-@_without_collector
+@_without_collector()
 def plan(
     model: str | None = None,
     shape: str | None = None,

@@ -21,7 +21,7 @@ from .cost.compute import seconds_of, speed_of, with_copies
 from .cost.deepspeed import Zero, deepspeed_copies, deepspeed_events, deepspeed_memory_of
 from .cost.fsdp import fsdp_copies, fsdp_memory_of
 from .cost.step_time import Timing, step_time
-from .events import Action, Event, StepTraffic, step_events, traffic_of
+from .events import Event, StepTraffic, step_events, traffic_of
 from .hardware.cluster import Cluster
 from .hardware.gpus import Efficiency, Overheads
 from .training import OURS, Training, num_bytes_of
@@ -107,7 +107,6 @@ class Assessment:
     clips: bool
     # Events without copies of activations, of this and other plans: trainings that differ in memory only share them.
     known_events: dict[object, tuple[Schedule, list[Event]]] = field(default_factory=dict)
-    known_actions: dict[object, list[Action]] = field(default_factory=dict)
 
     @cached_property
     def events(self) -> list[Event]:
@@ -117,13 +116,7 @@ class Assessment:
         """The events of a step, including the copies of offloaded activations."""
         key = (id(self.schedule), num_micro_batches, self.clips, moments := self.training.num_moments)
         if key not in self.known_events:
-            made = step_events(
-                self.schedule,
-                num_micro_batches,
-                clips=self.clips,
-                num_moments=moments,
-                known_actions=self.known_actions,
-            )
+            made = step_events(self.schedule, num_micro_batches, clips=self.clips, num_moments=moments)
             self.known_events[key] = self.schedule, made  # the id is that of a schedule that is still there
         events = self.known_events[key][1]
         if self.training.engine == "deepspeed":
@@ -309,7 +302,6 @@ class Assessor:
     _flats: dict[object, tuple[Flat, ...]] = field(default_factory=dict, init=False)
     _schedules: dict[object, Schedule] = field(default_factory=dict, init=False)
     _events: dict[object, tuple[Schedule, list[Event]]] = field(default_factory=dict, init=False)
-    _actions: dict[object, list[Action]] = field(default_factory=dict, init=False)
     _found: dict[object, Assessment] = field(default_factory=dict, init=False)
 
     @cached_property
@@ -347,8 +339,7 @@ class Assessor:
         if known is not None:
             return known if known.name == name else known.named(name)
         works, head_dim, clips = self.subject.works(training), self.subject.head_dim, self.clips
-        known_of = self._events, self._actions
-        found = Assessment(name, used, training, self.machine, schedule, works, head_dim, clips, *known_of)
+        found = Assessment(name, used, training, self.machine, schedule, works, head_dim, clips, self._events)
         self._found[id(schedule), training] = found
         return found
 

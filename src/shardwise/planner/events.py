@@ -49,7 +49,7 @@ class Event:
 
 
 # A verb, a unit, and the other arguments of the function that makes the event.
-Action = tuple[Verb, int, tuple[object, ...]]
+_Action = tuple[Verb, int, tuple[object, ...]]
 
 
 def step_events(
@@ -59,14 +59,17 @@ def step_events(
     first_step: bool = False,
     clips: bool = False,
     num_moments: float = 2,
-    known_actions: dict[object, list["Action"]] | None = None,
 ) -> list[Event]:
-    """Return the events of a step. Unless it is the first, it begins with gathers that the last update has started.
-    `known_actions`: those of other schedules, which differ from this one in sizes and places only."""
-    known_actions, kind = {} if known_actions is None else known_actions, _kind_of(schedule)
-    if (kind, num_micro_batches, first_step) not in known_actions:
-        known_actions[kind, num_micro_batches, first_step] = _actions(schedule, num_micro_batches, first_step)
-    actions = known_actions[kind, num_micro_batches, first_step]
+    """Return the events of a step. Unless it is the first, it begins with gathers that the last update has started."""
+    statuses = statuses_of(schedule)
+    actions: list[_Action] = []
+    if not first_step:
+        for _ in _micro_batches(schedule, statuses, num_micro_batches):
+            pass
+        for status in statuses:
+            status.invalidate()
+        actions.extend(_gathers(statuses, schedule.after_step, "forward"))
+    actions.extend(_micro_batches(schedule, statuses, num_micro_batches))
     # Units that share their flats move the same bytes, which are computed once.
     known: dict[tuple[object, ...], Event] = {}
     events: list[Event] = []
@@ -90,44 +93,7 @@ def step_events(
     return events
 
 
-def _kind_of(schedule: Schedule) -> object:
-    """Return everything that the actions of a step depend on."""
-    units = tuple(
-        (
-            unit.holds_units,
-            unit.backward_reads,
-            unit.gives_back,
-            *(
-                (f.trainable, f.rounds_forwards, f.is_encoded_for("forward"), f.is_encoded_for("backward"))
-                for f in unit.flats
-            ),
-        )
-        for unit in schedule.units
-    )
-    return (
-        units,
-        schedule.order,
-        schedule.slot_of,
-        schedule.before_forward,
-        schedule.before_backward,
-        schedule.after_step,
-    )
-
-
-def _actions(schedule: Schedule, num_micro_batches: int, first_step: bool) -> list[Action]:
-    statuses = statuses_of(schedule)
-    actions: list[Action] = []
-    if not first_step:
-        for _ in _micro_batches(schedule, statuses, num_micro_batches):
-            pass
-        for status in statuses:
-            status.invalidate()
-        actions.extend(_gathers(statuses, schedule.after_step, "forward"))
-    actions.extend(_micro_batches(schedule, statuses, num_micro_batches))
-    return actions
-
-
-def _micro_batches(schedule: Schedule, statuses: list[UnitStatus], num_micro_batches: int) -> Iterator[Action]:
+def _micro_batches(schedule: Schedule, statuses: list[UnitStatus], num_micro_batches: int) -> Iterator[_Action]:
     for index in range(num_micro_batches):
         for unit in schedule.order:
             yield from _gathers(statuses, schedule.before_forward[unit], "forward")
@@ -142,7 +108,7 @@ def _micro_batches(schedule: Schedule, statuses: list[UnitStatus], num_micro_bat
                 yield "reduce", unit, (index == 0, index == num_micro_batches - 1)
 
 
-def _gathers(statuses: list[UnitStatus], units: Iterable[int], pass_: Pass) -> Iterator[Action]:
+def _gathers(statuses: list[UnitStatus], units: Iterable[int], pass_: Pass) -> Iterator[_Action]:
     for unit in units:
         status = statuses[unit]
         if not status.is_ready(pass_):
