@@ -421,7 +421,7 @@ class Timing:
 
     @cached_property
     def spans(self) -> tuple[Span, ...]:
-        """What happens in the step, from its begin."""
+        """Spans of the step, in seconds from its begin."""
         spans, begin_s, end_s = self.simulated
         found = [
             Span(span.lane, span.name, span.begin_s - begin_s, span.end_s - begin_s)
