@@ -6,6 +6,7 @@ no cost depends on their names.
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import cached_property
 from typing import TypeVar
@@ -186,6 +187,12 @@ class Assessment:
         num_more = self.training.num_micro_batches - MAX_SIMULATED
         return found.continued(cost(self._events(MAX_SIMULATED - 1)), num_more) if num_more > 0 else found
 
+    def named(self, name: str) -> "Assessment":
+        """Return the same under another name, with what is known of it."""
+        found = copy(self)
+        object.__setattr__(found, "name", name)
+        return found
+
     @property
     def needed_bytes(self) -> int:
         """Memory that a GPU must have; on a CPU, offloaded state is included."""
@@ -295,19 +302,21 @@ class Assessor:
     _flats: dict[object, tuple[Flat, ...]] = field(default_factory=dict, init=False)
     _schedules: dict[object, Schedule] = field(default_factory=dict, init=False)
     _events: dict[object, tuple[Schedule, list[Event]]] = field(default_factory=dict, init=False)
+    _found: dict[object, Assessment] = field(default_factory=dict, init=False)
 
     @cached_property
     def unit_names(self) -> list[str]:
         return [unit.name for unit in self.subject.units]
 
     @cached_property
-    def _alike(self) -> dict[str, object]:
-        """A key for each unit, by the unit's name. Units with equal keys have equal flats."""
-        found: dict[str, object] = {}
+    def _alike(self) -> dict[str, int]:
+        """A number for each unit, by the unit's name. Units with equal numbers have equal flats."""
+        found: dict[str, int] = {}
+        kinds: dict[object, int] = {}
         for unit in self.subject.units:
             kept = [bool(self.keep_fp32) and matches(p.sites[0].module, self.keep_fp32) for p in unit.params]
             sizes = ((param.shape, param.dtype, param.trainable, param.is_table) for param in unit.params)
-            found[unit.name] = (*sizes, *kept)
+            found[unit.name] = kinds.setdefault((*sizes, *kept), len(kinds))
         return found
 
     def on(self, machine: Machine) -> "Assessor":
@@ -325,9 +334,14 @@ class Assessor:
         key = (used, training.precision, training.reduce)
         if key not in self._schedules:
             self._schedules[key] = self._schedule(used, training)
-        schedule, works = self._schedules[key], self.subject.works(training)
-        head_dim, clips = self.subject.head_dim, self.clips
-        return Assessment(name, used, training, self.machine, schedule, works, head_dim, clips, self._events)
+        schedule = self._schedules[key]
+        known = self._found.get((id(schedule), training))
+        if known is not None:
+            return known if known.name == name else known.named(name)
+        works, head_dim, clips = self.subject.works(training), self.subject.head_dim, self.clips
+        found = Assessment(name, used, training, self.machine, schedule, works, head_dim, clips, self._events)
+        self._found[id(schedule), training] = found
+        return found
 
     def _schedule(self, layouts: Sequence[Layout], training: Training) -> Schedule:
         plans = []

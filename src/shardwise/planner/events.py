@@ -75,10 +75,14 @@ def step_events(
     events: list[Event] = []
     for verb, index, args in actions:
         unit = schedule.units[index]
-        key = (verb, id(unit.flats), args)
-        if key not in known:
-            known[key] = _MAKERS[verb](unit, *args) if verb in _MAKERS else Event(verb, unit.name)
-        events.append(replace(known[key], unit=unit.name))
+        own, shared = (verb, index, args), (verb, id(unit.flats), args)
+        if own not in known:
+            if shared not in known:
+                known[shared] = _MAKERS[verb](unit, *args) if verb in _MAKERS else Event(verb, unit.name)
+            same = known[shared]
+            coding = same.encode_bytes, same.decode_bytes
+            known[own] = Event(verb, unit.name, same.calls, same.moves, same.host_elems, *coding)
+        events.append(known[own])
     # The ranks exchange which parameters were used, one number each, and a hash of their optimizers' settings.
     num_params, num_ranks = sum(len(flat.params) for flat in schedule.trainable_flats), schedule.num_ranks
     call = describe_call("all_reduce", "world", num_ranks, num_params + 1, INT32)

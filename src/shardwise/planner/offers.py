@@ -7,7 +7,7 @@ which takes milliseconds, and then plans the clusters next to it with all preset
 
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cache
 from operator import itemgetter
 from typing import Any
@@ -15,11 +15,11 @@ from typing import Any
 from ..base.errors import ConfigurationError
 from ..core.layout import MOST_SPLIT
 from ..version import VERSION
-from .assess import Machine
+from .assess import Assessment, Machine
 from .hardware.cluster import Cluster, usual_node
 from .hardware.gpus import Gpu
-from .plan_json import Json, cluster_as_json, strategy_as_json
-from .planning import machine_of, plan
+from .plan_json import Json, cluster_as_json, days_of, strategy_as_json
+from .planning import Plan, machine_of, plan
 from .search import TIE, fastest
 from .states import States
 from .subject import Planned
@@ -40,7 +40,8 @@ def compare(
 ) -> Json:
     """Plan the model on each cluster. `asked`: the arguments of `sw.plan`. Recommended is the cheapest cluster if there
     are prices, else the fastest. A cluster that does not fit or cannot be planned has the reason in `why_not`."""
-    rows = [_row(model, machine_of(cluster), num_tokens, prices, asked) for cluster in clusters]
+    offers = [_offer(model, machine_of(cluster), asked) for cluster in clusters]
+    rows = [_as_row(offer, num_tokens, prices) for offer in offers]
     if not any("facts" in row for row in rows):
         raise ConfigurationError(rows[0]["why_not"] if rows else "--compare: name clusters: 8xH100,16xA100-80GB")
     fitting = [row for row in rows if row["fits"]]
@@ -88,16 +89,21 @@ def smallest(
     quick = {**asked, "strategy": asked.get("strategy") or MOST_SPLIT}
 
     @cache
-    def row(at: int, on_device: bool, is_quick: bool = False) -> Json:
-        found = _row(model, machines[at], num_tokens, prices, quick if is_quick else asked, on_device)
-        if "facts" not in found:  # no size can be planned
-            raise ConfigurationError(found["why_not"])
+    def offer(at: int, is_quick: bool) -> Offer:  # called with positions only, as `cache` tells keywords apart
+        found = _offer(model, machines[at], quick if is_quick else asked)
+        if isinstance(found.plan, str):  # no size can be planned
+            raise ConfigurationError(found.plan)
         return found
+
+    def row(at: int, on_device: bool) -> Json:
+        return _as_row(offer(at, False), num_tokens, prices, on_device)
 
     def first(on_device: bool, is_quick: bool) -> int | None:
         def meets(at: int, is_quick: bool = False) -> bool:
-            found = row(at, on_device, is_quick)
-            return bool(found["fits"]) and (days is None or found["days"] <= days)
+            found = offer(at, is_quick).best(on_device)
+            if found is None or days is None or num_tokens is None:
+                return found is not None
+            return days_of(num_tokens, found) <= days
 
         return _first(len(machines), lambda at: meets(at, is_quick), meets)
 
@@ -124,27 +130,39 @@ def _num_gpus(row: Json) -> int:
     return int(row["cluster"]["world_size"])
 
 
-def _row(
-    model: Planned,
-    machine: Machine,
-    num_tokens: float | None,
-    prices: Prices | None,
-    asked: Mapping[str, Any],
-    on_device: bool = False,
-) -> Json:
-    """Plan one cluster. `on_device`: accept only strategies without state on host or disk."""
-    cluster, price = machine.cluster, price_for(machine.cluster.gpu, prices)
-    row: Json = {"cluster": cluster_as_json(machine), "fits": False, "price": price}
+@dataclass(frozen=True)
+class Offer:
+    """One cluster and its plan, or the reason why it cannot be planned."""
+
+    machine: Machine
+    plan: Plan | str
+    precision: str = ""
+
+    def best(self, on_device: bool) -> Assessment | None:
+        """Return the recommended strategy. `on_device`: of those without state on host or disk."""
+        if isinstance(self.plan, str) or not on_device:
+            return None if isinstance(self.plan, str) else self.plan.recommended
+        return fastest(entry for entry in self.plan.found if entry.is_on_device and entry.is_exact)
+
+
+def _offer(model: Planned, machine: Machine, asked: Mapping[str, Any]) -> Offer:
     try:
-        precision = precision_for(cluster.gpu, asked.get("precision"))
+        precision = precision_for(machine.cluster.gpu, asked.get("precision"))
         made = plan(model, machine, **{**asked, "search": False, "precision": precision})
     except ConfigurationError as error:
-        return {**row, "why_not": str(error)}
+        return Offer(machine, str(error))
     if isinstance(made, States):
         raise ConfigurationError("without the sizes of a model its time is not known: plan one cluster at a time")
-    row |= {"facts": dict(made.facts), "training": asdict(made.training), "precision": precision}
-    on_gpus = (entry for entry in made.found if entry.is_on_device and entry.is_exact)
-    best = fastest(on_gpus) if on_device else made.recommended
+    return Offer(machine, made, precision)
+
+
+def _as_row(offer: Offer, num_tokens: float | None, prices: Prices | None, on_device: bool = False) -> Json:
+    cluster, price, made = offer.machine.cluster, price_for(offer.machine.cluster.gpu, prices), offer.plan
+    row: Json = {"cluster": cluster_as_json(offer.machine), "fits": False, "price": price}
+    if isinstance(made, str):
+        return {**row, "why_not": made}
+    row |= {"facts": dict(made.facts), "training": asdict(made.training), "precision": offer.precision}
+    best = offer.best(on_device)
     if best is None:
         return {**row, "why_not": made.why}
     row |= strategy_as_json(best, made, num_tokens)

@@ -114,11 +114,14 @@ def strategy_as_json(entry: Assessment, plan: Plan, num_tokens: float | None, in
         found["instants"] = [
             {"name": instant.name, "at_s": at_s, "bytes": instant.by_class()} for instant, at_s in _begins(entry)
         ]
-        found["timeline"] = [dataclasses.asdict(span) for span in timing.spans if span.end_s > span.begin_s]
+        found["timeline"] = [span._asdict() for span in timing.spans if span.end_s > span.begin_s]
     if num_tokens is not None:
-        tokens_per_s = entry.tokens_per_s * plan.machine.cluster.world_size
-        found["days"] = num_tokens / tokens_per_s / SECONDS_PER_DAY
+        found["days"] = days_of(num_tokens, entry)
     return found
+
+
+def days_of(num_tokens: float, entry: Assessment) -> float:
+    return num_tokens / (entry.tokens_per_s * entry.machine.cluster.world_size) / SECONDS_PER_DAY
 
 
 def _row(entry: Assessment | StatesRow) -> Json:

@@ -47,15 +47,37 @@ class Plan:
     training: Training
     found: tuple[Assessment, ...]
     recommended: Assessment | None
-    why: str
     assess: Assessor = field(repr=False)
     choice: Choice = field(repr=False)
     ours: Assessment | None = None
+    moves: Sequence[str] = ()  # the changes that follow `auto+`
+    reason: str = ""  # instead of the planner's own
     question: Question | None = field(default=None, repr=False)  # None: changes of the training are not tried
 
     @property
     def facts(self) -> Mapping[str, object]:
         return self.subject.facts
+
+    @cached_property
+    def why(self) -> str:
+        if self.reason:
+            return self.reason
+        best, ours, words = self.recommended, self.ours, []
+        if self.moves and best:
+            words.append(f"the fastest that fits with {', '.join(self.moves)}, {best.step_s:.3g} s a step")
+        else:
+            words.append(_why(self.assess, self.found, best))
+        if best:
+            words.append(f"{'tight: ' if best.is_tight else ''}{room_words(best)}")
+        if ours:
+            speed = f" and {ours.tokens_per_s / self.shown.tokens_per_s:.2f}x the speed" if ours.fits else ""
+            words.append(f"the same under {OURS}: {ours.needed_bytes / 1e9:,.1f} GB{speed or ', which does not fit'}")
+        return "; ".join(filter(None, [*words, str(self.facts.get("note", ""))]))
+
+    @property
+    def shown(self) -> Assessment:
+        """The recommended strategy; if none is, the one that needs least."""
+        return self.recommended or min(self.found, key=lambda entry: entry.needed_bytes)
 
     @cached_property
     def refusals(self) -> dict[str, str]:
@@ -193,23 +215,15 @@ def plan_for(
             more += offloads(assess, [*candidates, *more], choice, has_disk)
             entries, candidates = [*entries, *more], [*candidates, *more]
     best = fastest(candidates, tie)
-    if moves and best:
-        why = f"the fastest that fits with {', '.join(moves)}, {best.step_s:.3g} s a step"
-    else:
-        why = _why(assess, entries, best)
-    if best:
-        why += f"; {'tight: ' if best.is_tight else ''}{room_words(best)}"
-    shown = best or min(entries, key=lambda entry: entry.needed_bytes)
-    ours, comparison = None, ""
-    if training.engine != OURS:
-        # With sums in the same dtype.
-        same = replace(shown.training, engine=OURS, precision=shown.training.formats, reduce=None)
-        ours = assess(shown.name, shown.layouts, same)
-        comparison = f"the same under {OURS}: {ours.needed_bytes / 1e9:,.1f} GB"
-        times = f" and {ours.tokens_per_s / shown.tokens_per_s:.2f}x the speed"
-        comparison += times if ours.fits else ", which does not fit"
-    why = "; ".join(filter(None, [why, comparison, str(assess.subject.facts.get("note", ""))]))
-    return Plan(assess.subject, assess.machine, training, tuple(entries), best, why, assess, choice, ours)
+    made = Plan(
+        assess.subject, assess.machine, training, tuple(entries), best, assess, choice, moves=tuple(moves or ())
+    )
+    if training.engine == OURS:
+        return made
+    shown = made.shown
+    # With sums in the same dtype.
+    same = replace(shown.training, engine=OURS, precision=shown.training.formats, reduce=None)
+    return replace(made, ours=assess(shown.name, shown.layouts, same))
 
 
 def machine_of(cluster: str | Cluster | Machine) -> Machine:

@@ -91,8 +91,13 @@ def assess_best(assess: Assessor, name: str, layouts: Layout | Sequence[Layout],
     the batches that leave as much room with one mode, the largest; batches are in ascending order."""
     fitting: dict[object, Assessment] = {}
     others: list[Assessment] = []
-    before = first = 0
+    before = first = 0  # bytes that the last mode needed with the batch before; the first mode that may have room
     for trainings in choice:
+        # The last mode needs the least memory. If even that does not fit and grows with the batch, no later batch fits.
+        if before and not fitting:
+            least = assess(name, layouts, trainings[-1])
+            if not least.fits and least.needed_bytes > before:
+                break
         # A mode that has no room with a smaller batch has none with a larger one.
         for at, training in enumerate(trainings[first:], first):
             found = assess(name, layouts, training)
@@ -103,7 +108,6 @@ def assess_best(assess: Assessor, name: str, layouts: Layout | Sequence[Layout],
             if has_room(found):
                 first = at
                 break
-        # The last mode needs the least memory. If even that does not fit and grows with the batch, no later batch fits.
         if not found.fits and found.needed_bytes > before > 0:
             break
         before = found.needed_bytes
@@ -165,7 +169,7 @@ def most_kept(assess: Assessor, split: str, kept: str, training: Training) -> As
         return None
     found = with_kept(num)
     num_kept = sum(layout == PRESETS[kept] for layout in found.layouts)
-    return replace(found, name=f"{split} + {kept} x {num_kept}")
+    return found.named(f"{split} + {kept} x {num_kept}")
 
 
 def fastest(found: Iterable[Assessment], tie: float = TIE) -> Assessment | None:
@@ -182,8 +186,13 @@ def fastest(found: Iterable[Assessment], tie: float = TIE) -> Assessment | None:
         (MIN_GAIN, _is_uniform),
     )
     for gain, is_preferred in preferences:
-        if most := max((entry.tokens_per_s for entry in fitting if is_preferred(entry)), default=0.0):
-            fitting = [entry for entry in fitting if is_preferred(entry) or entry.tokens_per_s > most * (1 + gain)]
+        preferred = [entry for entry in fitting if is_preferred(entry)]
+        if not preferred or len(preferred) == len(fitting):
+            continue
+        least = inf if gain == inf else max(entry.tokens_per_s for entry in preferred) * (1 + gain)
+        fitting = [entry for entry in fitting if is_preferred(entry) or (least < inf and entry.tokens_per_s > least)]
+    if len(fitting) == 1:  # its time is not needed
+        return fitting[0]
     best = max(entry.tokens_per_s for entry in fitting)
     return next(entry for entry in fitting if entry.tokens_per_s >= best * (1 - tie))
 

@@ -246,7 +246,7 @@ def write_plan(folder: Path, planned: RunPlan, first_step: int) -> None:
     entry, assess = planned.entry, planned.assess
     why, training = planned.why or "it was asked for", entry.training
     found, choice = (entry, *planned.others), ((training,),)
-    text = plan_as_json(Plan(assess.subject, assess.machine, training, found, entry, why, assess, choice))
+    text = plan_as_json(Plan(assess.subject, assess.machine, training, found, entry, assess, choice, reason=why))
     text["strategies"][0] |= {"rests": dict(planned.rests), "off_device": dict(planned.off_device)}
     if planned.note:
         text["why"] = planned.note

@@ -5,6 +5,7 @@ into host memory before it is used. Optimizer state is read in chunks, each into
 chunk is updated, others are read and written. Parameters are read unit by unit into staging buffers, ahead of use.
 """
 
+from collections import Counter
 from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Literal, NamedTuple
@@ -90,11 +91,12 @@ class OffDevice(NamedTuple):
 
 def off_device(units: Sequence[Sequence[Flat]], num_rows: float) -> OffDevice:
     """Add up the pieces of all units. A row is one optimizer tensor of the master's length: Adam has two."""
-    flats = [flat for unit in units for flat in unit]
-    windows = NUM_WINDOWS * max((window_bytes(flat, num_rows) for flat in flats), default=0)
-    staged = NUM_STAGED * max((padded_bytes(flat.staged_bytes for flat in unit) for unit in units), default=0)
-    host = padded_bytes(size for flat in flats for size in host_pieces(flat, num_rows))
-    disk = padded_bytes(size for flat in flats for size in disk_pieces(flat, num_rows))
+    times, kinds = Counter(map(id, units)), {id(unit): unit for unit in units}  # equal units share their flats
+    flats = [(flat, times[kind]) for kind, unit in kinds.items() for flat in unit]
+    windows = NUM_WINDOWS * max((window_bytes(flat, num_rows) for flat, _ in flats), default=0)
+    staged = NUM_STAGED * max((padded_bytes(flat.staged_bytes for flat in unit) for unit in kinds.values()), default=0)
+    host = sum(num * padded_bytes(host_pieces(flat, num_rows)) for flat, num in flats)
+    disk = sum(num * padded_bytes(disk_pieces(flat, num_rows)) for flat, num in flats)
     return OffDevice(host + windows + staged, disk, windows, staged)
 
 

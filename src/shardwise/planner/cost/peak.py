@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 from ...core.schedule import state_bytes, step_schedule
 from ...core.schedule.step_schedule import Schedule, UnitPlan
@@ -55,8 +56,7 @@ PARAMS, GRADS, OPTIMIZER, ACTIVATIONS, GATHERED, REDUCE, LOSS = range(len(CLASSE
 WORKSPACE_BYTES = 2 * (32 << 20)
 
 
-@dataclass(frozen=True, slots=True)
-class Instant:
+class Instant(NamedTuple):
     """Maximum bytes by class (in the order of `CLASSES`) during the event of this name."""
 
     name: str

@@ -16,6 +16,8 @@ update of state on disk is one operation on host and disk, since the engine read
 from collections import defaultdict, deque
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import NamedTuple
 
 from ...core.schedule.step_schedule import NUM_OFFLOADED_GRADS, NUM_REDUCTIONS, Schedule
 from ...core.wire.ledger import Call
@@ -43,8 +45,7 @@ _LANES = {"to_device": COPY, "to_host": COPY, "read": DISK, "write": DISK}
 BOTH_WAYS = 1.4
 
 
-@dataclass(frozen=True, slots=True)
-class Span:
+class Span(NamedTuple):
     """A named time interval on a lane."""
 
     lane: str
@@ -74,6 +75,7 @@ class Lanes:
         self._cluster, self.overheads = cluster, overheads
         self._queues: defaultdict[Queue, deque[Op]] = defaultdict(deque)
         self._queue_free: defaultdict[Queue, float] = defaultdict(float)
+        self._next: tuple[Op | None, float] | None = None  # the answer of `_first_of_queues`, if it is known
         self._wire_free: defaultdict[str, float] = defaultdict(float)
         self._costs: dict[Call, tuple[Cost, float]] = {}
         # (begin, end, share of the computation that is lost) of collectives.
@@ -84,9 +86,9 @@ class Lanes:
     def start_calls(self, lane: str, name: str, calls: Iterable[Call], ready_s: float, after: Op | None) -> Op | None:
         """Queue collectives one after the other; return the last operation of the chain."""
         for call in calls:
-            if call not in self._costs:
-                self._costs[call] = self._cost_of(call)
-            after = self._queue(Op((lane, call.axis), name, ready_s, after, *self._costs[call]))
+            if (cost := self._costs.get(call)) is None:
+                cost = self._costs[call] = self._cost_of(call)
+            after = self._queue(Op((lane, call.axis), name, ready_s, after, *cost))
         return after
 
     def _cost_of(self, call: Call) -> tuple[Cost, float]:
@@ -131,7 +133,10 @@ class Lanes:
         return (move.way, wire_s), (DISK, wire_s)
 
     def _queue(self, op: Op) -> Op:
-        self._queues[op.queue].append(op)
+        ops = self._queues[op.queue]
+        if not ops:
+            self._next = None
+        ops.append(op)
         return op
 
     def end_of(self, op: Op | None) -> float:
@@ -149,21 +154,38 @@ class Lanes:
         return any_began
 
     def _begin_next(self, before_s: float) -> bool:
+        if self._next is None:
+            self._next = self._first_of_queues()
+        first, begin_s = self._next
+        if first is None or begin_s >= before_s:
+            return False
+        self._next = None
+        self._begin(first, begin_s)
+        return True
+
+    def _first_of_queues(self) -> tuple[Op | None, float]:
+        """Return the operation that can begin first, and when."""
         first: Op | None = None
-        begin_s = before_s
+        begin_s = float("inf")
         for queue, ops in self._queues.items():
             if ops:
                 op = ops[0]
-                op_begin_s = max(op.ready_s, self._queue_free[queue])
-                if op.before is not None:
-                    if op.before.end_s < 0.0:
+                op_begin_s, before = op.ready_s, op.before
+                if before is not None:
+                    if before.end_s < 0.0:
                         continue
-                    op_begin_s = max(op_begin_s, op.before.end_s)
+                    if before.end_s > op_begin_s:
+                        op_begin_s = before.end_s
+                if op_begin_s > begin_s:
+                    continue
+                if (free_s := self._queue_free[queue]) > op_begin_s:
+                    op_begin_s = free_s
                 # Of two that can begin at the same time, a gather is first, because the engine queues it first.
                 if op_begin_s < begin_s or (op_begin_s == begin_s and queue[0] == "gather" and first is not None):
                     first, begin_s = op, op_begin_s
-        if first is None:
-            return False
+        return first, begin_s
+
+    def _begin(self, first: Op, begin_s: float) -> None:
         begun_s = done_s = begin_s
         lane = first.queue[0]
         wires, latency_s = first.cost
@@ -182,7 +204,6 @@ class Lanes:
             self._busy.append((begun_s, first.end_s, lost))
             self._busy.sort()
         self.spans.append(Span(lane, first.name, begun_s, first.end_s))
-        return True
 
     def computed(self, begin_s: float, work_s: float) -> float:
         """Return when computation that starts at `begin_s` ends. It is slower while collectives run."""
@@ -387,7 +408,7 @@ class StepSimulator(Lanes):
             self._host_updates_end_s = max(start_s, ready_s[name]) + max(wire_s for _, wire_s in wires)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Timing:
     """Predicted time of a step. `compute_s`: forwards and backwards without waits; `update_s`: updates on the device.
     The rest of `step_s` is waits for wires and host, and slowdown by collectives. `busy_s`: seconds by wire."""
@@ -396,7 +417,19 @@ class Timing:
     compute_s: float
     update_s: float
     busy_s: dict[str, float]
-    spans: tuple[Span, ...]
+    simulated: tuple[list[Span], float, float]  # what happened, and when the step began and ended
+
+    @cached_property
+    def spans(self) -> tuple[Span, ...]:
+        """Spans of the step, in seconds from its begin."""
+        spans, begin_s, end_s = self.simulated
+        found = [
+            Span(span.lane, span.name, span.begin_s - begin_s, span.end_s - begin_s)
+            for span in spans
+            # Keep computations of zero duration: the n-th one belongs to the n-th instant of the predicted memory.
+            if (span.end_s > span.begin_s or span.lane == "compute") and span.begin_s < end_s
+        ]
+        return tuple(sorted(found, key=lambda span: (span.begin_s, span.lane != "compute")))
 
     def continued(self, fewer: "Timing", num: int) -> "Timing":
         """Return the timing with `num` more micro-batches (`spans` stay as they are). `fewer` is the timing with one
@@ -422,11 +455,5 @@ def step_time(
     simulator = StepSimulator(schedule, seconds, cluster, overheads, ahead)
     begin_s = simulator.play(events)
     end_s = simulator.play(events)
-    spans = [
-        Span(span.lane, span.name, span.begin_s - begin_s, span.end_s - begin_s)
-        for span in simulator.spans
-        # Keep computations of zero duration: the n-th one belongs to the n-th instant of the predicted memory.
-        if (span.end_s > span.begin_s or span.lane == "compute") and span.begin_s < end_s
-    ]
-    spans.sort(key=lambda span: (span.begin_s, span.lane != "compute"))
-    return Timing(end_s - begin_s, simulator.work_s, simulator.updates_s, dict(simulator.busy_s), tuple(spans))
+    simulated = simulator.spans, begin_s, end_s
+    return Timing(end_s - begin_s, simulator.work_s, simulator.updates_s, dict(simulator.busy_s), simulated)
