@@ -89,6 +89,10 @@ def require_same_names(settings: Settings, checked: Checked) -> None:
 
 def require_targets(samples: Samples, say: Callable[[str], None]) -> None:
     """Look at evenly spread samples. Refuse the data if none has targets, and warn if some have none."""
+    if samples.windows.is_pairs:
+        raise ConfigurationError(
+            "the data are preference rows (chosen, rejected), but the objective is the next token: give rows of answers"
+        )
     stride = -(-samples.num_samples // NUM_SAMPLES_CHECKED)
     numbers = [samples.batch([index]).num_targets for index in range(0, samples.num_samples, stride)]
     num_empty = numbers.count(0)
@@ -122,7 +126,7 @@ def check_all(settings: Settings, num_ranks: int) -> Checked:
             raise ConfigurationError(f"{setting}: {module} is not installed; pip install 'shardwise[{extra}]'")
     batching = batching_of(settings, num_ranks)
     facts = check(settings)
-    if facts.folder is not None and not settings.train_file and settings.dataset is None:
+    if facts.folder is not None and not settings.train_file and not settings.dataset:
         raise ConfigurationError(
             f"model {settings.model}: no data is named: give --train-file or --dataset (in-tree shapes have a default)"
         )

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
 
 from ..base.documents import as_strings, read_text, yaml_node, yaml_pairs, yaml_texts, yaml_tree
 from ..base.errors import ConfigurationError, did_you_mean, nearest
+from .data.rows import COLUMNS
 from .offload import check_strategy, without_unused_folder
 from .settings import FINE_TUNING_RATE, LORA_RATE, Lora, Settings
 from .shapes import PRESETS, TransformerShape
@@ -34,6 +35,12 @@ PARTS: dict[str, dict[str, Any]] = {
     "shape": {entry.name: entry.type for entry in fields(TransformerShape)},
     "lora": {entry.name: entry.type for entry in fields(Lora)},
     "strategy": {},
+    "columns": dict.fromkeys(COLUMNS, str),
+}
+EXAMPLES = {
+    "shape": "layers=8,hidden=256",
+    "lora": "r=16,alpha=32,targets=q_proj+v_proj",
+    "columns": "instruction=question,output=answer",
 }
 # Words that stand for another value.
 WORDS: dict[str, dict[str, Any]] = {
@@ -55,7 +62,7 @@ FROM_KUBERNETES = re.compile(r"_(SERVICE_HOST|SERVICE_PORT|PORT)(_|$)")
 # Maximum nesting of a value, such as a mapping that contains lists.
 DEPTH = 2
 FALSE = ("none", "false", "0", "no", "off", "f", "n")
-WANTED = {bool: "true or false", int: "a whole number", float: "a number", tuple: "a list of texts", str: "a text"}
+WANTED = {bool: "true or false", int: "a whole number", float: "a number", tuple: "a list", str: "a text"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -288,8 +295,7 @@ def _parts_in(key: str, text: str, origin: str) -> Any:
     for pair in _listed(text, ","):
         name, equals, part = pair.partition("=")
         if not equals:
-            example = "r=16,alpha=32,targets=q_proj+v_proj" if key == "lora" else "layers=8,hidden=256"
-            raise ConfigurationError(f"{key}: {name!r} ({origin}) is no key=value; write {example}")
+            raise ConfigurationError(f"{key}: {name!r} ({origin}) is no key=value; write {EXAMPLES[key]}")
         parts[name.strip()] = part.strip()
     return parts
 

@@ -257,7 +257,7 @@ def _data(settings: Settings, checked: Checked, say: Say) -> tuple[Prepared, Sam
     all_or_none(patient, lambda: make(say) if is_first_here else None)
     prepared = all_or_none(patient, lambda: make(_SILENT))
     eval_digest = prepared.eval.digest if prepared.eval else None
-    require_agreement(patient, [("the training data", prepared.train.digest), ("eval_file", str(eval_digest))])
+    require_agreement(patient, [("the training data", prepared.digest), ("eval_file", str(eval_digest))])
     samples, eval_samples = all_or_none(
         patient, lambda: open_samples(settings, tokenizer, prepared, checked.seq_length, say)
     )
@@ -350,7 +350,7 @@ def _records(run: Run) -> StepRecords:
     settings, precision, batching = run.settings, engine_of(run.model).precision, run.batching
     peak = peak_flops(device_name(run.device), precision.products)
     # Tokens are counted without padding.
-    has_padding = run.samples.windows.has_padding
+    has_padding = run.samples.has_padding
     tokens_per_sample = run.samples.tokens_per_sample if has_padding else run.checked.seq_length
     return StepRecords(
         tokens_per_step=round(batching.global_size * tokens_per_sample),

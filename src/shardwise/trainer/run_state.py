@@ -124,13 +124,14 @@ class Run:
         self.activity, self.num_steady = "the evaluation", 0
         samples, model, device, hosts = self.eval_samples, self.model, self.device, self.hosts
         num_samples = min(samples.num_samples, self.settings.max_eval_samples)
+        chosen = samples.spread(num_samples)
         batch_size = self.settings.per_device_eval_batch_size or self.batching.micro_size
         was_training = model.training
         model.eval()
         total, num_targets = torch.zeros((), dtype=torch.float64, device=device), 0
         for first in range(0, num_samples, batch_size * hosts.num_ranks):
             mine = range(first + hosts.index * batch_size, first + (hosts.index + 1) * batch_size)
-            batch = samples.batch([min(index, num_samples - 1) for index in mine])
+            batch = samples.batch([chosen[min(index, num_samples - 1)] for index in mine])
             batch = batch.with_first_targets(min(max(num_samples - mine.start, 0), batch_size))
             num_targets += batch.num_targets
             total += loss_sum(model, batch.to(device))
@@ -229,11 +230,13 @@ class Run:
 
 def data_identity(settings: Settings, prepared: Prepared, checked: Checked) -> dict[str, Any]:
     """Identify the samples and their order. A resumed run with the same identity continues where it stopped."""
-    is_whole = settings.packing == "packed" and prepared.train.facts["is_rows"]
+    is_whole = settings.packing == "packed" and any(store.facts["is_rows"] for store in prepared.train)
+    weights = {"data_weights": list(settings.data_weights)} if len(prepared.train) > 1 else {}
     return {
-        "digest": prepared.train.digest,
+        "digest": prepared.digest,
         "seq_length": checked.seq_length,
         "packing": "packed whole" if is_whole else settings.packing,
         "seed": settings.seed,
         "eval_fraction": None if settings.eval_file else settings.eval_fraction,
+        **weights,
     }

@@ -41,7 +41,7 @@ def banner(run: Run) -> str:
     ranks = world = plural(batching.num_ranks, "rank")
     if engine.mesh.node_size != batching.num_ranks:
         world += f" = {plural(batching.num_ranks // engine.mesh.node_size, 'node')} x {engine.mesh.node_size}"
-    data = settings.dataset or ", ".join(settings.train_file) or "Python's manual"
+    data = ", ".join(settings.dataset or settings.train_file) or "Python's manual"
     evaluation = "" if run.eval_samples is None else f", {run.eval_samples.num_samples:,} more for evaluation"
     tokenizer = ", " + non_breaking(f"tokenizer {run.checked.tokenizer.name}") if run.checked.tokenizer.name else ""
     num_epochs = run.num_samples_before(num_steps) / samples.num_samples

@@ -48,6 +48,7 @@ SHARDING, RUN, LAUNCH = "Sharding", "Run folder", "Launch"
 # Default learning rates of fine-tuning: for all weights of a pretrained model, and for adapters.
 FINE_TUNING_RATE, LORA_RATE = 2e-5, 2e-4
 Tracker = Literal["tensorboard", "wandb"]
+TrainRole = Literal["assistant", "user", "system", "tool", "all", "last"]
 Backend = Literal["c10d", "static", "etcd", "etcd-v2"]
 Compile = Literal["auto", "on", "off"]
 AnyLossChunk = Literal["auto", "small", "large"]
@@ -71,9 +72,13 @@ class Settings:
     compile: Compile = setting(MODEL, "auto", "Compile each block with torch.compile: auto (on GPUs, if the run is long enough to save more time than that takes), on or off. Without a value: on. true and false are on and off.")
     loss_chunk: AnyLossChunk = setting(MODEL, "auto", "Logits that exist at a time in the loss: small (256 MB), large (1 GB, faster if the vocabulary is large), or auto (on GPUs large, if the plan says that it fits and is faster).")
 
-    train_file: tuple[str, ...] = setting(DATA, (), "Training data: text (.txt, .md), rows (.jsonl: text, prompt and completion, or messages), tokens (.bin). Separate several with commas. Default for in-tree shapes: Python's manual.")
-    dataset: str | None = setting(DATA, None, "Hugging Face dataset, as a saved folder or an id, instead of files.")
-    dataset_split: str = setting(DATA, "train", "Split of the dataset.")
+    train_file: tuple[str, ...] = setting(DATA, (), "Training data: files, folders or patterns: text (.txt, .md), rows (.jsonl, .json, .csv, .tsv, .parquet), tokens (.bin). Separate several with commas. Default for in-tree shapes: Python's manual.")
+    dataset: tuple[str, ...] = setting(DATA, (), "Hugging Face datasets, as saved folders or ids (owner/name, owner/name:configuration), instead of files.")
+    dataset_split: str = setting(DATA, "train", "Split of the datasets.")
+    data_weights: tuple[float, ...] = setting(DATA, (), "Shares of the samples of an epoch, one number for each entry of train-file or dataset. Default: everything once.")
+    columns: dict[str, str] = field(default_factory=dict, metadata={"panel": DATA, "help": "Other names of columns, ours first: instruction=question,output=answer. Ours: text, messages, tools, prompt, completion, instruction, input, output, system, history, chosen, rejected and, in messages, role and content."})
+    train_roles: tuple[TrainRole, ...] = setting(DATA, ("assistant",), "Messages that are trained on: assistant, user, system, tool, all, or last (only the last answer).")
+    chat_template: str | None = setting(DATA, None, "File with a Jinja template for chats. Default: the tokenizer's own template.")
     eval_file: tuple[str, ...] = setting(DATA, (), "Evaluation data, instead of a part of the training data.")
     eval_fraction: float = setting(DATA, 0.02, "Part of the samples that is held out for evaluation; 0: none.", least=0, below=1)
     max_eval_samples: int = setting(DATA, 1000, "Maximum number of samples per evaluation.", least=1)
@@ -148,13 +153,14 @@ class Settings:
         defaults = {entry.name: entry.default for entry in dataclasses.fields(self)}
         if self.train_file and self.dataset:
             raise ConfigurationError(
-                f"train_file {', '.join(self.train_file)} and dataset {self.dataset}: leave one out"
+                f"train_file {', '.join(self.train_file)} and dataset {', '.join(self.dataset)}: leave one out"
             )
         if self.max_steps is not None and self.num_train_epochs is not None:
             both = f"max_steps {self.max_steps} and num_train_epochs {self.num_train_epochs:g}"
             raise ConfigurationError(f"{both} both say when to stop: leave one out")
         for name, words, choices in (
             ("report_to", self.report_to, Tracker),
+            ("train_roles", self.train_roles, TrainRole),
             ("rdzv_backend", [self.rdzv_backend], Backend),
             ("compile", [self.compile], Compile),
             ("loss_chunk", [self.loss_chunk], AnyLossChunk),
@@ -162,6 +168,10 @@ class Settings:
             for word in words:
                 if word not in get_args(choices):
                     raise ConfigurationError(f"{name}: unknown {word!r}; {did_you_mean(str(word), get_args(choices))}")
+        if not self.train_roles:
+            raise ConfigurationError("train_roles: is empty, so there is nothing to train on; name assistant, or all")
+        if unusable := [weight for weight in self.data_weights if not 0 < weight < math.inf]:
+            raise ConfigurationError(f"data_weights: {unusable[0]:g} must be a finite number above 0")
         if self.divergence_ratio and self.divergence_ratio <= 1:
             raise ConfigurationError(f"divergence_ratio: {self.divergence_ratio:g} must be above 1, or 0 to continue")
         for name in ("warmup_steps", "eval_steps", "save_steps"):
@@ -224,8 +234,7 @@ def parse_units(words: tuple[str, ...]) -> str | int | tuple[str, ...]:
 def settings_from_json(text: str) -> Settings:
     """Parse the output of `Settings.to_json`, in a rank. Files of users are read by `config.py`."""
     values = json.loads(text)
-    for name in ("train_file", "eval_file", "report_to", "offload", "wire", "units"):
-        values[name] = tuple(values[name])
+    values |= {name: tuple(value) for name, value in values.items() if isinstance(value, list)}
     if values["lora"] is not None:
         values["lora"] = Lora(**{**values["lora"], "targets": tuple(values["lora"]["targets"])})
     return Settings(**values)
