@@ -19,7 +19,7 @@ from shardwise.trainer.data.tokenizer import BYTES
 from shardwise.trainer.settings import Settings
 
 END = BYTES.end_id
-FACTS = {"bad_rows": [], "num_bad_rows": 0, "is_rows": False}
+FACTS = {"bad_rows": [], "num_bad_rows": 0, "is_rows": False, "is_pairs": False}
 
 
 def stored(folder: Path, documents: list[list[int]]) -> Prepared:
@@ -28,7 +28,7 @@ def stored(folder: Path, documents: list[list[int]]) -> Prepared:
             writer.add(document, True)
             writer.end_document()
         writer.finish(FACTS)
-    return Prepared(open_store(folder), None)
+    return Prepared((open_store(folder),), None)
 
 
 def opened(prepared: Prepared, seq_length: int, **chosen: Any) -> tuple[Samples, Samples | None]:
@@ -251,7 +251,7 @@ def rows_stored(folder: Path, rows: list[tuple[str, str]]) -> Prepared:
             writer.add(list(completion.encode()), True)
             writer.end_document()
         writer.finish({**FACTS, "is_rows": True})
-    return Prepared(open_store(folder), None)
+    return Prepared((open_store(folder),), None)
 
 
 def test_an_answer_is_never_without_its_question(tmp_path: Path) -> None:
