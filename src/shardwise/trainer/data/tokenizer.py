@@ -23,6 +23,7 @@ Segments are encoded one by one, as in generation, where the prompt is encoded b
 import hashlib
 import json
 import os
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -64,9 +65,15 @@ class Tokenizer:
         """
         trained = [bool(message.get("train", message["role"] == ANSWERING)) for message in messages]
         plain = [{key: value for key, value in message.items() if key != "train"} for message in messages]
+        is_all = all(trained) and any(message["role"] != ANSWERING for message in messages)
         if self.template is not None:
             whole = self.template(plain, False, tools)
-            spans = [(0, len(whole))] if all(trained) else self._spans(plain, trained, whole, tools)
+            silent = [{key: value for key, value in message.items() if key != "tool_calls"} for message in plain]
+            if (tools and whole == self.template(plain, False)) or (
+                silent != plain and whole == self.template(silent, False, tools)
+            ):
+                raise ConfigurationError("the chat template leaves out tools or their calls: give one that writes them")
+            spans = [(0, len(whole))] if is_all else self._spans(plain, trained, whole, tools)
             return _cut(whole, spans, self.encode)
         if tools or any("tool_calls" in message for message in messages):
             raise ConfigurationError(f"tokenizer {self.name} has no chat template, so tool calls cannot be written")
@@ -77,7 +84,7 @@ class Tokenizer:
             is_answer = message["role"] == ANSWERING
             if is_answer or is_trained:
                 ids = [*self.encode(message["content"]), *([self.end_id] if is_answer else [])]
-                segments += [(self.encode(pending), all(trained)), (ids, is_trained)]
+                segments += [(self.encode(pending), is_all), (ids, is_trained)]
                 pending = "\n\n"
             else:
                 pending += f"{message['content']}\n\n"
@@ -114,7 +121,7 @@ class Tokenizer:
 def tokenizer_for(name: str, chat_template: str | None = None) -> Tokenizer:
     """Load a tokenizer: `name` is "bytes", a folder, or an id on the hub. `chat_template`: a file, instead of its own."""
     if name != BYTES.name:
-        return _hugging_face(name, None if chat_template is None else read_text(Path(chat_template).expanduser()))
+        return _hugging_face(name, chat_template)
     if chat_template is not None:
         raise ConfigurationError(f"chat_template {chat_template}: tokenizer bytes has its own; give another --tokenizer")
     return BYTES
@@ -144,7 +151,8 @@ def _hugging_face(name: str, chat_template: str | None = None) -> Tokenizer:
     except (OSError, ValueError, ImportError, KeyError, AttributeError, TypeError) as error:
         reason = str(error).strip().partition("\n")[0]
         raise ConfigurationError(f"tokenizer {name}: neither a tokenizer's folder nor a known id: {reason}") from error
-    made.chat_template = chat_template or made.chat_template
+    if chat_template is not None:
+        made.chat_template = read_text(Path(chat_template).expanduser())
     made.model_max_length = 2**62  # samples are cut later; this avoids warnings about long documents
     if made.eos_token_id is None:
         raise ConfigurationError(
@@ -158,22 +166,23 @@ def _hugging_face(name: str, chat_template: str | None = None) -> Tokenizer:
     def decode(ids: Sequence[int]) -> str:
         return str(made.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
-    def rendered(messages: Sequence[Message], tools: Sequence[Message], **words: Any) -> Any:
-        from jinja2 import TemplateError
-        from transformers.utils.chat_template_utils import render_jinja_template
-
-        try:
-            text = made.get_chat_template(tools=list(tools) or None)
-            words |= made.special_tokens_map
-            return render_jinja_template([list(messages)], list(tools) or None, chat_template=text, **words)
-        except (TemplateError, ValueError, TypeError, KeyError) as error:
-            raise ConfigurationError(f"the chat template of {name} failed: {error}") from error
-
     def template(messages: Sequence[Message], asks: bool, tools: Sequence[Message] = ()) -> str:
-        return str(rendered(messages, tools, add_generation_prompt=asks)[0][0])
+        from jinja2 import TemplateError
+
+        words = {"tools": list(tools) or None, "tokenize": False, "add_generation_prompt": asks}
+        try:
+            return str(made.apply_chat_template(list(messages), **words))
+        except (TemplateError, ValueError, TypeError, KeyError) as error:
+            raise ConfigurationError(f"the chat template of {chat_template or name} failed: {error}") from error
 
     def tagged(messages: Sequence[Message], tools: Sequence[Message]) -> list[Span]:
-        return list(rendered(messages, tools, return_assistant_tokens_mask=True)[1][0])
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        text = made.get_chat_template(tools=list(tools) or None)
+        if not re.search(r"{%-?\s*generation\s*-?%}", text):
+            return []
+        words = {"return_assistant_tokens_mask": True, **made.special_tokens_map}
+        return list(render_jinja_template([list(messages)], list(tools) or None, chat_template=text, **words)[1][0])
 
     def fingerprint() -> str:
         plain = [type(made).__name__, sorted(made.get_vocab().items())]
