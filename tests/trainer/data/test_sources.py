@@ -11,7 +11,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from shardwise.base.errors import ConfigurationError
-from shardwise.trainer.data.sources import Document, load_dataset, read_dataset, read_rows, read_text
+from shardwise.trainer.data.rows import Document, Reading, from_rows
+from shardwise.trainer.data.sources import json_lines, load_dataset, read_dataset, read_text
 
 USER, ANSWER = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
 

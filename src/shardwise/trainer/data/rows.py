@@ -11,7 +11,7 @@ tool calls as objects. `train` in a message says whether it is trained on; witho
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from ...base.errors import ConfigurationError
@@ -22,6 +22,7 @@ ROLES = {
     "function_call": ANSWERING, "observation": "tool", "function_response": "tool", "function": "tool",
     "developer": "system",
 }  # fmt: skip
+PREFERENCE = "preference (chosen, rejected)"
 CHATS = ("messages", "conversations", "conversation")
 COLUMNS = (
     "text", "messages", "tools", "prompt", "completion", "instruction", "input", "output", "system", "history",
@@ -40,6 +41,7 @@ class Document:
     problem: str = ""
     tools: Sequence[Mapping[str, Any]] = ()  # that a chat may call
     rejected: "Document | None" = None  # of a preference row: this document has the chosen answer, that one the other
+    form: str = field(default="text", compare=False)  # name of the format
 
     @property
     def is_row(self) -> bool:
@@ -57,11 +59,18 @@ class Document:
         return said or [text for text, _ in self.texts]
 
 
-class Reading(NamedTuple):
-    """How rows are read: our names of columns with those in the files, and the roles that are trained on."""
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """How rows are read."""
 
-    columns: Mapping[str, str] = {}  # noqa: RUF012  never changed
-    roles: Sequence[str] = (ANSWERING,)
+    columns: Mapping[str, str] = field(default_factory=dict)  # our names, and the names in the files
+    roles: Sequence[str] = (ANSWERING,)  # that are trained on
+    renamed: set[str] = field(default_factory=set)  # our names of the columns that were there
+
+    def rename(self, row: Mapping[str, Any]) -> Mapping[str, Any]:
+        given = {ours: row[theirs] for ours, theirs in self.columns.items() if theirs in row}
+        self.renamed.update(given)
+        return {**{key: row[key] for key in row if key not in self.columns.values()}, **given} if given else row
 
 
 class Row(NamedTuple):
@@ -83,7 +92,7 @@ def from_rows(rows: Iterable[Row], reading: Reading) -> Iterator[Document]:
         form = None
         document = Document(where, problem=problem or _why_not(row))
         if not document.problem:
-            row = _renamed(row, reading.columns)
+            row = reading.rename(row)
             form = next((form for form in FORMATS if any(row.get(key) is not None for key in form.columns)), None)
             document = _read(row, form, reading, where)
         if form is not None and first is not None and form is not first[0]:
@@ -100,11 +109,6 @@ def _why_not(row: Any) -> str:
     return "" if isinstance(row, Mapping) else f"a JSON {type(row).__name__}, but a row must be an object"
 
 
-def _renamed(row: Mapping[str, Any], columns: Mapping[str, str]) -> Mapping[str, Any]:
-    given = {ours: row[theirs] for ours, theirs in columns.items() if theirs in row}
-    return {**{key: value for key, value in row.items() if key not in columns.values()}, **given} if given else row
-
-
 def _read(row: Mapping[str, Any], form: Format | None, reading: Reading, where: str) -> Document:
     try:
         if form is None:
@@ -112,13 +116,12 @@ def _read(row: Mapping[str, Any], form: Format | None, reading: Reading, where: 
             wanted = "text, prompt and completion, messages, instruction and output, or chosen and rejected"
             raise ValueError(f"has the keys {keys}, but needs {wanted} (--columns gives other names)")
         document = form.read(row, reading, where)
-        for side in document.sides:
-            "".join(side.all_texts).encode()
+        "".join(text for side in document.sides for text in side.all_texts).encode()
     except UnicodeEncodeError:  # JSON can express a lone surrogate, but no tokenizer accepts it
         return Document(where, problem="half a surrogate pair, which is not a character")
     except ValueError as error:
         return Document(where, problem=str(error))
-    return document
+    return replace(document, form=form.name)
 
 
 # Formats
@@ -191,7 +194,7 @@ def _texts_compared(chosen: str, rejected: str, row: Mapping[str, Any], where: s
 
 
 FORMATS = (
-    Format("preference (chosen, rejected)", ("chosen", "rejected"), _preference),
+    Format(PREFERENCE, ("chosen", "rejected"), _preference),
     Format("messages", CHATS, _conversation),
     Format("instruction, output", ("instruction",), _instruction),
     Format("prompt, completion", ("completion",), _completion),
@@ -264,7 +267,7 @@ def _messages(value: Any, name: str, reading: Reading, role: str) -> list[dict[s
 
 
 def _message(given: Any, number: int, reading: Reading) -> dict[str, Any]:
-    row = _renamed(given, reading.columns) if isinstance(given, Mapping) else {}
+    row = reading.rename(given) if isinstance(given, Mapping) else {}
     role, content = (row.get(ours, row.get(theirs)) for ours, theirs in (("role", "from"), ("content", "value")))
     message = {key: _whole(value) for key, value in row.items() if value is not None and key not in _READ}
     calls = [*_calls(row.get("tool_calls") or []), *_calls([row["function_call"]] if row.get("function_call") else [])]

@@ -53,6 +53,7 @@ class Tokenizer:
     decode: Callable[[Sequence[int]], str]  # without special tokens
     template: Template | None  # None: the plain template
     fingerprint: Callable[[], str]  # hash of everything that affects the tokens; slow, so computed on demand
+    show: Callable[[Sequence[int]], str]  # decode with special tokens
     tagged: Callable[..., list[Span]] = lambda *_: []  # messages, tools -> the parts of the text in `generation` tags
 
     def encode(self, text: str) -> list[int]:
@@ -137,6 +138,7 @@ BYTES = Tokenizer(
     decode=lambda ids: bytes(token for token in ids if token < _BYTES_END).decode(errors="replace"),
     template=None,
     fingerprint=lambda: "bytes",
+    show=lambda ids: b"".join(b"<end>" if token == _BYTES_END else bytes([token]) for token in ids).decode(errors="replace"),
 )
 
 
@@ -197,6 +199,7 @@ def _hugging_face(name: str, chat_template: str | None = None) -> Tokenizer:
         decode=decode,
         template=template if made.chat_template else None,
         fingerprint=fingerprint,
+        show=lambda ids: str(made.decode(list(ids), clean_up_tokenization_spaces=False)),
         tagged=tagged,
     )
 
