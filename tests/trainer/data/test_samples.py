@@ -275,8 +275,8 @@ def as_lists(samples: Samples) -> tuple[list[Any], list[Any], list[Any]]:
 
 
 def test_long_text_among_rows_goes_on_in_another_sample(tmp_path: Path, write_rows: Callable[..., str]) -> None:
-    rows = write_rows({"text": "abcdefghijklmnopq"}, {"prompt": "1", "completion": "2"})
-    prepared = prepare(Settings(train_file=(rows,)), BYTES, tmp_path / "cache", lambda _: None)
+    rows = write_rows({"text": "abcdefghijklmnopq"}), write_rows({"prompt": "1", "completion": "2"}, name="b.jsonl")
+    prepared = prepare(Settings(train_file=rows), BYTES, tmp_path / "cache", lambda _: None)
     said: list[str] = []
     samples, _ = open_samples(Settings(eval_fraction=0.0), BYTES, prepared, 8, said.append)
     _, targets, _ = as_lists(samples)

@@ -54,7 +54,7 @@ def test_byte_order_marks_are_no_text(tmp_path: Path) -> None:
     path.write_bytes(b"\xef\xbb\xbfhello")
     assert list(read_text(path)) == [Document(str(path), (("hello", True),))]
     path.write_bytes(b'\xef\xbb\xbf{"text": "hello"}')
-    assert list(read_rows(path)) == [Document(f"{path}:1", (("hello", True),))]
+    assert list(from_rows(json_lines(path), Reading())) == [Document(f"{path}:1", (("hello", True),))]
 
 
 @pytest.mark.parametrize(
@@ -70,7 +70,7 @@ def test_byte_order_marks_are_no_text(tmp_path: Path) -> None:
 def test_rows(row: Any, texts: Any, messages: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("rows.jsonl").write_text(json.dumps(row))
-    assert list(read_rows(Path("rows.jsonl"))) == [Document("rows.jsonl:1", texts, messages)]
+    assert list(from_rows(json_lines(Path("rows.jsonl")), Reading())) == [Document("rows.jsonl:1", texts, messages)]
 
 
 @pytest.mark.parametrize(
@@ -78,7 +78,7 @@ def test_rows(row: Any, texts: Any, messages: Any, tmp_path: Path, monkeypatch: 
     [
         ('{"text": ', "not JSON"),
         ("[1, 2]", "a JSON list, but a row must be an object"),
-        ('{"txt": "a", "id": 1}', "has the keys txt, id, but needs text, or prompt and completion, or messages"),
+        ('{"txt": "a", "id": 1}', "has the keys txt, id, but needs text, prompt and completion, messages"),
         ('{"prompt": "a"}', "has the keys prompt, but needs"),
         ('{"text": 3}', "text is of type int, but must be a string"),
         ('{"prompt": ["a"], "completion": "b"}', "prompt is of type list"),
@@ -97,7 +97,7 @@ def test_rows(row: Any, texts: Any, messages: Any, tmp_path: Path, monkeypatch: 
 def test_bad_rows_are_named_and_the_next_one_is_read(row: str, reason: str, write_rows: Callable[..., str]) -> None:
     path = write_rows({"text": "before"}, "", row, {"text": "after"})
     limit = 10_000 if "longer" in reason else 2**20
-    before, bad, after = read_rows(Path(path), limit)
+    before, bad, after = from_rows(json_lines(Path(path), limit), Reading())
     assert bad.where == f"{path}:3"
     assert bad.problem.startswith(reason)
     assert (before.texts, after.texts) == ((("before", True),), (("after", True),))
@@ -106,7 +106,7 @@ def test_bad_rows_are_named_and_the_next_one_is_read(row: str, reason: str, writ
 def test_a_row_that_is_not_utf8(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'{"text": "caf\xe9"}\n')
-    (bad,) = read_rows(path)
+    (bad,) = from_rows(json_lines(path), Reading())
     assert bad.problem == "not UTF-8 (invalid continuation byte at byte 13 of the line)"
 
 
@@ -118,7 +118,7 @@ def test_datasets(tmp_path: Path, write_rows: Callable[..., str]) -> None:
     made.save_to_disk(tmp_path / "one")
     datasets.DatasetDict({"train": made, "test": made}).save_to_disk(tmp_path / "two")
     for name in ("one", "two"):
-        found = list(read_dataset(load_dataset(str(tmp_path / name), "train"), name))
+        found = list(read_dataset(load_dataset(str(tmp_path / name), "train"), name, Reading()))
         assert found == [
             Document(f"{name}:1", messages=[USER, ANSWER]),
             Document(f"{name}:2", problem="no message of the assistant, so there is nothing to train on"),

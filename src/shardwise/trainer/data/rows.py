@@ -86,31 +86,26 @@ class Format(NamedTuple):
 
 
 def from_rows(rows: Iterable[Row], reading: Reading) -> Iterator[Document]:
-    """Yield the documents of one file. Raise if a row has another format than the first usable one."""
-    first: tuple[Format, str] | None = None
+    """Yield the documents of one file. Raise if a usable row has another format than the first one."""
+    first = None
     for where, row, problem in rows:
-        form = None
-        document = Document(where, problem=problem or _why_not(row))
+        document = Document(where, problem=problem) if problem else _read(row, reading, where)
         if not document.problem:
-            row = reading.rename(row)
-            form = next((form for form in FORMATS if any(row.get(key) is not None for key in form.columns)), None)
-            document = _read(row, form, reading, where)
-        if form is not None and first is not None and form is not first[0]:
-            raise ConfigurationError(
-                f"{where}: a row of the format {form.name}, but {first[1]} is of the format {first[0].name}: make one "
-                "file of each format"
-            )
-        if form is not None and first is None and not document.problem:
-            first = form, where
+            first = first or document
+            if document.form != first.form:
+                raise ConfigurationError(
+                    f"{where}: a row of the format {document.form}, but {first.where} is of the format {first.form}: "
+                    "make one file of each format"
+                )
         yield document
 
 
-def _why_not(row: Any) -> str:
-    return "" if isinstance(row, Mapping) else f"a JSON {type(row).__name__}, but a row must be an object"
-
-
-def _read(row: Mapping[str, Any], form: Format | None, reading: Reading, where: str) -> Document:
+def _read(row: Any, reading: Reading, where: str) -> Document:
     try:
+        if not isinstance(row, Mapping):
+            raise ValueError(f"a JSON {type(row).__name__}, but a row must be an object")
+        row = reading.rename(row)
+        form = next((form for form in FORMATS if any(row.get(key) is not None for key in form.columns)), None)
         if form is None:
             keys = ", ".join(map(str, row)) or "none"
             wanted = "text, prompt and completion, messages, instruction and output, or chosen and rejected"
@@ -134,8 +129,6 @@ def _text(row: Mapping[str, Any], reading: Reading, where: str) -> Document:
 def _completion(row: Mapping[str, Any], reading: Reading, where: str) -> Document:
     """Strings are text without a chat template, as in TRL; lists of messages are a chat."""
     prompt, completion = row.get("prompt"), row["completion"]
-    if prompt is None:
-        raise ValueError(f"has the keys {', '.join(map(str, row))}, but needs prompt and completion")
     if isinstance(prompt, list) or isinstance(completion, list):
         question = _messages(prompt, "prompt", reading, "user") if prompt else []
         answer = _messages(completion, "completion", reading, ANSWERING)
@@ -184,11 +177,13 @@ def _texts_compared(chosen: str, rejected: str, row: Mapping[str, Any], where: s
     if row.get("prompt") is not None:
         prompt = _string(row, "prompt", may_be_empty=True)
     else:
+        if chosen == rejected:
+            raise ValueError("chosen and rejected are equal, so it is unknown where the answers begin")
         shared = os.path.commonprefix([chosen, rejected])  # noqa: RUF071  of texts, not of paths
         prompt = shared[: max(shared.rfind(" "), shared.rfind("\n") + 1, 0)]
         chosen, rejected = chosen[len(prompt) :], rejected[len(prompt) :]
     if not chosen.strip() or not rejected.strip():
-        raise ValueError("chosen or rejected is empty after what both begin with")
+        raise ValueError("chosen or rejected is empty")
     other = Document(where, ((prompt, False), (rejected, True)))
     return Document(where, ((prompt, False), (chosen, True)), rejected=other)
 
@@ -308,12 +303,12 @@ def _calls(given: Any) -> list[dict[str, Any]]:
     return calls
 
 
-def _tools(row: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+def _tools(row: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...]:
     tools = row.get("tools") or []
     tools = _from_json(tools) if isinstance(tools, str) else tools
     if not isinstance(tools, list) or not all(isinstance(tool, Mapping) for tool in tools):
         raise ValueError("tools must be a list of objects")
-    return [_whole(tool) for tool in tools]
+    return tuple(_whole(tool) for tool in tools)
 
 
 def _from_json(text: Any) -> Any:

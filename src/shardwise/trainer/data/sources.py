@@ -65,13 +65,14 @@ def find_files(name: str) -> list[Path]:
     else:
         found = sorted(file for file in map(Path, glob(str(path), recursive=True)) if file.is_file())
     for file in found:
+        problem = "is empty" if file.is_file() and file.stat().st_size == 0 else ""
         if not file.is_file():
-            raise ValueError("not a file" if file.exists() else "no such file")
-        if not is_known(file):
+            problem = "not a file" if file.exists() else "no such file"
+        elif not is_known(file):
             known = ", ".join((*TEXTS, *READERS, TOKENS))
-            raise ValueError(f"{file.name} is of an unknown kind; known: {known}, all but the last two also compressed")
-        if file.stat().st_size == 0:
-            raise ValueError(f"{file.name if file != path else ''} is empty".strip())
+            problem = f"an unknown kind; known: {known}, all but the last two also compressed ({', '.join(OPENERS)})"
+        if problem:
+            raise ValueError(problem if file == path else f"{file.name}: {problem}")
     if not found:
         raise ValueError("no file of a known kind is there" if path.is_dir() else "no file matches")
     return found
