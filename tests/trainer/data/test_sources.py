@@ -1,6 +1,12 @@
 """Documents from files: nothing lost, and what cannot be read named with its place."""
 
+import bz2
+import csv
+import gzip
+import io
 import json
+import lzma
+import tracemalloc
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -12,7 +18,15 @@ from hypothesis import strategies as st
 
 from shardwise.base.errors import ConfigurationError
 from shardwise.trainer.data.rows import Document, Reading, from_rows
-from shardwise.trainer.data.sources import json_lines, load_dataset, read_dataset, read_text
+from shardwise.trainer.data.sources import (
+    find_files,
+    json_file,
+    json_lines,
+    load_dataset,
+    read,
+    read_dataset,
+    read_text,
+)
 
 USER, ANSWER = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
 
@@ -81,7 +95,7 @@ def test_rows(row: Any, texts: Any, messages: Any, tmp_path: Path, monkeypatch: 
         ('{"txt": "a", "id": 1}', "has the keys txt, id, but needs text, prompt and completion, messages"),
         ('{"prompt": "a"}', "has the keys prompt, but needs"),
         ('{"text": 3}', "text is of type int, but must be a string"),
-        ('{"prompt": ["a"], "completion": "b"}', "prompt is of type list"),
+        ('{"prompt": 3, "completion": "b"}', "prompt is of type int"),
         ('{"text": "  "}', "text is empty"),
         ('{"prompt": "a", "completion": ""}', "completion is empty"),
         ('{"messages": []}', "messages must be a list of at least one message"),
@@ -108,6 +122,125 @@ def test_a_row_that_is_not_utf8(tmp_path: Path) -> None:
     path.write_bytes(b'{"text": "caf\xe9"}\n')
     (bad,) = from_rows(json_lines(path), Reading())
     assert bad.problem == "not UTF-8 (invalid continuation byte at byte 13 of the line)"
+
+
+ROWS = [{"instruction": "1 + 1", "output": "2"}, {"instruction": 'say "é,\t',  "output": "one\ntwo"}]
+
+
+def as_table(delimiter: str) -> bytes:
+    text = io.StringIO()
+    writer = csv.writer(text, delimiter=delimiter)
+    writer.writerows([["instruction", "output"], *(row.values() for row in ROWS)])
+    return text.getvalue().encode()
+
+
+def as_parquet() -> bytes:
+    import pyarrow
+    from pyarrow import parquet
+
+    file = io.BytesIO()
+    parquet.write_table(pyarrow.Table.from_pylist(ROWS), file, row_group_size=1)
+    return file.getvalue()
+
+
+def zstd(content: bytes) -> bytes:
+    import pyarrow
+
+    return pyarrow.compress(content, codec="zstd", asbytes=True)
+
+
+LINES = "".join(json.dumps(row) + "\n" for row in ROWS).encode()
+KINDS = {
+    "a.jsonl": LINES,
+    "lines.json": LINES,
+    "list.json": json.dumps(ROWS, indent=1).encode(),
+    "object.json": json.dumps({"version": 1, "data": ROWS}).encode(),
+    "mark.csv": b"\xef\xbb\xbf" + as_table(","),
+    "a.tsv": as_table("\t"),
+    "a.parquet": as_parquet(),
+    "a.jsonl.gz": gzip.compress(LINES),
+    "a.csv.bz2": bz2.compress(as_table(",")),
+    "a.json.xz": lzma.compress(json.dumps(ROWS).encode()),
+    "a.jsonl.zst": zstd(LINES),
+}
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_kinds_of_files(tmp_path: Path, name: str) -> None:
+    path = tmp_path / name
+    path.write_bytes(KINDS[name])
+    assert find_files(str(path)) == [path]
+    found = list(read(path, Reading()))
+    assert [[message["content"] for message in document.messages] for document in found] == [
+        list(row.values()) for row in ROWS
+    ]
+    assert found[1].where == f"{path}:{3 if 'csv' in name or 'tsv' in name else 2}"
+
+
+def test_compressed_text_is_read_in_pieces(tmp_path: Path) -> None:
+    path = tmp_path / "a.txt.gz"
+    path.write_bytes(gzip.compress(b"some words and more of them\n" * 2**20))
+    tracemalloc.start()
+    num_characters = sum(len(document.texts[0][0]) for document in read(path, Reading()))
+    assert num_characters == 28 * 2**20
+    assert tracemalloc.get_traced_memory()[1] < 2**21
+    tracemalloc.stop()
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "problem"),
+    [
+        ("cut.jsonl.gz", gzip.compress(LINES)[:-9], "cut.jsonl.gz: cannot be read: Compressed file ended"),
+        ("no.csv.xz", LINES, "no.csv.xz: cannot be read"),
+        ("no.jsonl.zst", LINES, "no.jsonl.zst: cannot be read"),
+        ("no.jsonl.gz", LINES, "no.jsonl.gz: cannot be read: Not a gzipped file"),
+        ("no.parquet", LINES, "no.parquet: cannot be read as Parquet"),
+        ("two.json", b'{"a": [1], "b": [2]}', "two.json: neither a list of objects nor an object with one list"),
+        ("cut.json", b'[{"text": "a"}, {"te', r"cut.json: not JSON \(Unterminated string"),
+        ("latin.csv", b"text\ncaf\xe9\n", "latin.csv: not UTF-8 text"),
+        ("deep.json", b"[" * 100_000, "deep.json: not JSON"),
+    ],
+)
+def test_files_that_cannot_be_read(tmp_path: Path, name: str, content: bytes, problem: str) -> None:
+    path = tmp_path / name
+    path.write_bytes(content)
+    with pytest.raises(ConfigurationError, match=problem):
+        list(read(path, Reading()))
+
+
+def test_limits_and_lines_of_tables(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    path.write_bytes(KINDS["list.json"])
+    with pytest.raises(ConfigurationError, match=r"more than 50 bytes; write one object per line, as \.jsonl"):
+        list(json_file(path, 50))
+    path = tmp_path / "a.csv"
+    path.write_text("text,id\none,1\ntwo\n\nthree,3,4\nfour,4\n")
+    found = [(document.where.rpartition(":")[2], document.problem) for document in read(path, Reading())]
+    assert found == [
+        ("2", ""),
+        ("3", "has 1 fields, but the first line 2"),
+        ("5", "has 3 fields, but the first line 2"),
+        ("6", ""),
+    ]
+
+
+def test_folders_and_patterns(tmp_path: Path) -> None:
+    for name in ("b.jsonl", "a.csv.gz", ".hidden.jsonl", "notes.pdf", "deep/c.json"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("x")
+    names = [tmp_path / name for name in ("a.csv.gz", "b.jsonl", "deep/c.json")]
+    assert find_files(str(tmp_path)) == names
+    assert find_files(f"{tmp_path}/*.json*") == names[1:2]
+    assert find_files(f"{tmp_path}/**/*.json*") == names[1:]
+    (tmp_path / "README.md").write_text("x")
+    for name, problem in (
+        (tmp_path, "has both text and other files"),
+        (tmp_path / "*.txt", "no file matches"),
+        (tmp_path / "*.pdf", "notes.pdf: an unknown kind"),
+        (tmp_path / "none.txt", "no such file"),
+    ):
+        with pytest.raises(ValueError, match=problem):
+            find_files(str(name))
 
 
 def test_datasets(tmp_path: Path, write_rows: Callable[..., str]) -> None:
