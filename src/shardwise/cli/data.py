@@ -43,13 +43,17 @@ def data(files: list[str], dataset: bool = False, as_json: bool = False, **flags
     settings = resolve(configuration, flags, os.environ).settings
     facts = check(settings)
     tokenizer = tokenizer_for(facts.tokenizer, facts.chat_template)
-    summary = summarise(settings, tokenizer, settings.seq_length or min(facts.max_seq, int(DEFAULT_SEQ_LENGTH)), progress)
+    summary = summarise(
+        settings, tokenizer, settings.seq_length or min(facts.max_seq, int(DEFAULT_SEQ_LENGTH)), progress
+    )
     if as_json:
         print(json.dumps(asdict(summary), indent=1))
     else:
         say(*_lines(summary))
         for number, sample in enumerate(summary.samples, 1):
-            print(f"\nsample {number}", *_marked(sample, sys.stdout.isatty() and "NO_COLOR" not in os.environ), sep="\n")
+            print(
+                f"\nsample {number}", *_marked(sample, sys.stdout.isatty() and "NO_COLOR" not in os.environ), sep="\n"
+            )
 
 
 def _lines(summary: "DataSummary") -> Iterator[str]:

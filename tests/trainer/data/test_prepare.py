@@ -148,7 +148,8 @@ def test_text_is_stored_as_it_is_for_any_model(tmp_path: Path, write_rows: Calla
 
 def test_copies_have_other_folders_and_the_same_digest(tmp_path: Path, write_rows: Callable[..., str]) -> None:
     rows = [
-        write_rows({"prompt": "o", "completion": "ne"}, {"prompt": "p", "completion": word}, name=word) for word in ("a.jsonl", "b.jsonl")
+        write_rows({"prompt": "o", "completion": "ne"}, {"prompt": "p", "completion": word}, name=word)
+        for word in ("a.jsonl", "b.jsonl")
     ]
     first, other = (prepared(tmp_path, train_file=(row,), eval_file=(rows[1],)) for row in rows)
     assert first.eval is not None

@@ -156,7 +156,10 @@ def test_preferences_as_text() -> None:
 @pytest.mark.parametrize(
     ("row", "problem"),
     [
-        ({"prompt": "p", "chosen": "c"}, "a preference row needs a chosen and a rejected answer, but its rejected is mi"),
+        (
+            {"prompt": "p", "chosen": "c"},
+            "a preference row needs a chosen and a rejected answer, but its rejected is mi",
+        ),
         ({"prompt": "p", "chosen": "c", "rejected": ""}, "a preference row needs .* but its rejected is missing"),
         ({"rejected": "c"}, "a preference row needs .* but its chosen is missing"),
         ({"chosen": "same", "rejected": "same"}, "chosen and rejected are equal"),
@@ -166,7 +169,10 @@ def test_preferences_as_text() -> None:
         ({"instruction": "q", "output": "a", "history": ["q", "a"]}, "history must be a list of pairs"),
         ({"completion": "c"}, "has the keys completion, but needs prompt, too"),
         ({"messages": [Q, {"role": "assistant", "content": None}]}, "message 2 must have a role and a content"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "message 1 has a part of type image_url"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            "message 1 has a part of type image_url",
+        ),
         ({"messages": [Q, {**A, "weight": 0.5}]}, "message 2: weight, train or training is 0.5, but must be 0 or 1"),
         ({"messages": [Q, {**A, "weight": 0}]}, "no message of the assistant"),
         ({"messages": [Q, {"role": "assistant", "tool_calls": [{"function": {}}]}]}, "a tool call needs the name"),
@@ -184,6 +190,8 @@ def test_rows_that_cannot_be_used(row: Any, problem: str) -> None:
 
 def test_rows_that_mix_formats() -> None:
     rows = [{"prompt": "p"}, {"text": "t"}, {"other": 1}, {"prompt": "p", "completion": "c"}]
-    with pytest.raises(ConfigurationError, match="rows:4: a row of the format prompt, completion, but rows:2 is of the"):
+    with pytest.raises(
+        ConfigurationError, match="rows:4: a row of the format prompt, completion, but rows:2 is of the"
+    ):
         read(*rows)
     assert [bool(document.problem) for document in read(*rows[:3])] == [True, False, True]

@@ -124,7 +124,7 @@ def test_a_row_that_is_not_utf8(tmp_path: Path) -> None:
     assert bad.problem == "not UTF-8 (invalid continuation byte at byte 13 of the line)"
 
 
-ROWS = [{"instruction": "1 + 1", "output": "2"}, {"instruction": 'say "é,\t',  "output": "one\ntwo"}]
+ROWS = [{"instruction": "1 + 1", "output": "2"}, {"instruction": 'say "é,\t', "output": "one\ntwo"}]
 
 
 def as_table(delimiter: str) -> bytes:

@@ -70,7 +70,9 @@ def prepare(
     prepared = Prepared(train, _prepare(evaluated, settings, tokenizer, limit, folder, say) if evaluated else None)
     kinds = {store.facts["is_pairs"] for store in (*train, *filter(None, [prepared.eval]))}
     if len(kinds) > 1:
-        raise ConfigurationError("some of the data are preference rows (chosen, rejected) and some are not: leave one out")
+        raise ConfigurationError(
+            "some of the data are preference rows (chosen, rejected) and some are not: leave one out"
+        )
     for name in settings.columns.keys() - {name for store in train for name in store.facts["columns"]}:
         raise ConfigurationError(f"columns.{name}: no row of the training data has {settings.columns[name]!r}")
     return prepared
@@ -181,7 +183,9 @@ def _write(folder: Path, given: _Input, settings: Settings, tokenizer: Tokenizer
             is_rows = is_rows or document.is_row
             forms[document.form] += document.is_last
             if len(forms) > 1 and PREFERENCE in forms:
-                raise ConfigurationError(f"{document.where}: preference rows cannot be mixed with other data in one run")
+                raise ConfigurationError(
+                    f"{document.where}: preference rows cannot be mixed with other data in one run"
+                )
             if time.monotonic() - said > _SECONDS_BETWEEN_LINES:
                 said = time.monotonic()
                 say(f"tokenising {given.what}: {writer.num_tokens:,} tokens so far")

@@ -184,7 +184,9 @@ def open_samples(
         if windows.num_samples == 0:
             raise ConfigurationError(f"eval_file {', '.join(settings.eval_file)}: one token is not enough for a sample")
         return samples, Samples((Source(windows, 0, windows.num_samples, windows.num_tokens),), seed)
-    return samples, Samples(tuple(held_out), seed, tuple(source.num_samples for source in held_out)) if fraction else None
+    return samples, Samples(
+        tuple(held_out), seed, tuple(source.num_samples for source in held_out)
+    ) if fraction else None
 
 
 def _split(windows: Windows, seed: int, position: int) -> int:

@@ -7,8 +7,8 @@ has those of its template.
 A chat becomes segments of tokens. A segment is trained on, or not. A tokenizer with a chat template renders the chat to
 text. To find the answers, it also renders prefixes of the chat: the text that message i adds after the generation
 prompt is its answer. Some templates write an earlier message differently from a last one. Then the chat is rendered
-with other contents of the message, which shows where its content is. If that is not clear either, the template's
-`generation` tags count; without them it is an error. A tokenizer without a chat template uses the plain template:
+with other contents of the message, which shows where its content is; if that is not clear, it is an error. If a
+template has `generation` tags around its answers, those count. A tokenizer without a chat template uses the plain one:
 
     user:
     What is 2 + 2?
@@ -95,18 +95,14 @@ class Tokenizer:
     def _spans(
         self, messages: Sequence[Message], trained: Sequence[bool], whole: str, tools: Sequence[Message]
     ) -> list[Span]:
-        """Return the parts of the text that are trained on."""
+        """Return the parts of the text that are trained on: those in tags, or found by rendering."""
         assert self.template is not None
-        render = partial(self.template, tools=tools)
-        try:
-            return [_span(messages, index, whole, render) for index, is_trained in enumerate(trained) if is_trained]
-        except ConfigurationError:
-            tagged = self.tagged(messages, tools)
-            answers = [index for index, message in enumerate(messages) if message["role"] == ANSWERING]
-            is_clear = len(tagged) == len(answers) and answers
-            if not is_clear or any(is_trained and index not in answers for index, is_trained in enumerate(trained)):
-                raise
+        tagged = self.tagged(messages, tools)
+        answers = [index for index, message in enumerate(messages) if message["role"] == ANSWERING]
+        chosen = [index for index, is_trained in enumerate(trained) if is_trained]
+        if tagged and len(tagged) == len(answers) and {*chosen} <= {*answers}:
             return [span for span, index in zip(tagged, answers, strict=True) if trained[index]]
+        return [_span(messages, index, whole, partial(self.template, tools=tools)) for index in chosen]
 
     def question(self, prompt: str) -> tuple[str, int]:
         """Return the text of a chat up to where the answer to `prompt` begins, and the token that ends the answer."""
@@ -124,7 +120,9 @@ def tokenizer_for(name: str, chat_template: str | None = None) -> Tokenizer:
     if name != BYTES.name:
         return _hugging_face(name, chat_template)
     if chat_template is not None:
-        raise ConfigurationError(f"chat_template {chat_template}: tokenizer bytes has its own; give another --tokenizer")
+        raise ConfigurationError(
+            f"chat_template {chat_template}: tokenizer bytes has its own; give another --tokenizer"
+        )
     return BYTES
 
 
@@ -138,7 +136,9 @@ BYTES = Tokenizer(
     decode=lambda ids: bytes(token for token in ids if token < _BYTES_END).decode(errors="replace"),
     template=None,
     fingerprint=lambda: "bytes",
-    show=lambda ids: b"".join(b"<end>" if token == _BYTES_END else bytes([token]) for token in ids).decode(errors="replace"),
+    show=lambda ids: b"".join(b"<end>" if token == _BYTES_END else bytes([token]) for token in ids).decode(
+        errors="replace"
+    ),
 )
 
 
