@@ -1,4 +1,4 @@
-"""`shardwise data`: what a training would make of files or datasets, with samples in which trained tokens are marked."""
+"""`shardwise data`: what a training would make of data, with samples in which the trained tokens are marked."""
 
 import json
 import os

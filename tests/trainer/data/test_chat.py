@@ -112,8 +112,8 @@ def test_a_template_in_which_answers_cannot_be_found(bpe_folder: Callable[..., P
 
 
 CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
-TOOLS = [{"type": "function", "function": {"name": "add"}}]
-CALLED = [
+TOOLS: list[Any] = [{"type": "function", "function": {"name": "add"}}]
+CALLED: list[dict[str, Any]] = [
     CHAT[1],
     {"role": "assistant", "content": "", "tool_calls": [CALL]},
     {"role": "tool", "content": "4"},
@@ -172,7 +172,8 @@ def test_templates_of_families(bpe_folder: Callable[..., Path], template: str, c
     from transformers import AutoTokenizer
 
     folder = bpe_folder(template, bos_token="<s>")
-    tokenizer, raw = tokenizer_for(str(folder)), AutoTokenizer.from_pretrained(folder)
+    tokenizer = tokenizer_for(str(folder))
+    raw: Any = AutoTokenizer.from_pretrained(folder)
     segments = tokenizer.render(chat, TOOLS if chat in (CALLED, CALLED[:4]) else ())
     assert [raw.decode(ids) for ids, is_trained in segments if is_trained] == trained
     plain = [{key: value for key, value in message.items() if key != "train"} for message in chat]
@@ -190,7 +191,8 @@ def test_everything_may_be_trained_on(bpe_folder: Callable[..., Path]) -> None:
 
 def test_tools_that_a_template_leaves_out(bpe_folder: Callable[..., Path]) -> None:
     tokenizer = tokenizer_for(str(bpe_folder(templates.CHATML)))
-    for chat, tools in ((CALLED, ()), (CHAT, TOOLS)):
+    cases: list[Any] = [(CALLED, ()), (CHAT, TOOLS)]
+    for chat, tools in cases:
         with pytest.raises(ConfigurationError, match="the chat template leaves out tools or their calls"):
             tokenizer.render(chat, tools)
         with pytest.raises(ConfigurationError, match="tokenizer bytes has no chat template, so tool calls cannot"):
@@ -205,7 +207,7 @@ def test_a_template_from_a_file(tmp_path: Path, bpe_folder: Callable[..., Path])
     assert tokenizer.fingerprint() != tokenizer_for(folder).fingerprint()
     with pytest.raises(ConfigurationError, match=r"none\.jinja cannot be read"):
         tokenizer_for(folder, str(tmp_path / "none.jinja"))
-    with pytest.raises(ConfigurationError, match="chat_template .*: tokenizer bytes has its own"):
+    with pytest.raises(ConfigurationError, match=r"chat_template .*: tokenizer bytes has its own"):
         tokenizer_for("bytes", str(file))
     file.write_text("{% for")
     with pytest.raises(ConfigurationError, match=r"the chat template of .*gemma\.jinja failed"):

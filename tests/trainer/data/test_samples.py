@@ -317,20 +317,20 @@ def test_preference_rows_stay_together(tmp_path: Path, write_rows: Callable[...,
 def test_preference_rows_among_others_are_refused(tmp_path: Path, write_rows: Callable[..., str]) -> None:
     pairs = write_rows({"prompt": "p", "chosen": "c", "rejected": "r"})
     other = write_rows({"text": "t"}, name="other.jsonl")
-    for settings in (
+    for mixed in (
         Settings(train_file=(pairs, other)),
         Settings(train_file=(pairs, other), data_weights=(1.0, 1.0)),
         Settings(train_file=(other,), eval_file=(pairs,)),
     ):
         with pytest.raises(ConfigurationError, match="preference rows"):
-            prepare(settings, BYTES, tmp_path / "cache", lambda _: None)
+            prepare(mixed, BYTES, tmp_path / "cache", lambda _: None)
 
 
 def test_sources_with_weights(tmp_path: Path, write_rows: Callable[..., str]) -> None:
     names = [write_rows(*({"text": letter * 3} for _ in range(30)), name=f"{letter}.jsonl") for letter in "ab"]
-    settings = Settings(train_file=tuple(names), data_weights=(3.0, 1.0), packing="padded", eval_fraction=0.1)
-    prepared = prepare(settings, BYTES, tmp_path / "cache", lambda _: None)
-    train, evaluated = open_samples(settings, BYTES, prepared, 4, lambda _: None)
+    chosen = Settings(train_file=tuple(names), data_weights=(3.0, 1.0), packing="padded", eval_fraction=0.1)
+    prepared = prepare(chosen, BYTES, tmp_path / "cache", lambda _: None)
+    train, evaluated = open_samples(chosen, BYTES, prepared, 4, lambda _: None)
     assert evaluated is not None
     assert (train.num_samples, train.draws, train.passes) == (54, (41, 13), [41 / 27, 13 / 27])
     assert evaluated.num_samples == 6
@@ -342,4 +342,4 @@ def test_sources_with_weights(tmp_path: Path, write_rows: Callable[..., str]) ->
         -sum(share * math.log(share) for share in (41 * 3 / 216, 13 * 3 / 216, 0.25))
     )
     with pytest.raises(ConfigurationError, match="data_weights has 2 numbers for 1 sources"):
-        prepare(replace(settings, train_file=(names[0],)), BYTES, tmp_path / "cache", lambda _: None)
+        prepare(replace(chosen, train_file=(names[0],)), BYTES, tmp_path / "cache", lambda _: None)

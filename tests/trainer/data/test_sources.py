@@ -233,14 +233,14 @@ def test_folders_and_patterns(tmp_path: Path) -> None:
     assert find_files(f"{tmp_path}/*.json*") == names[1:2]
     assert find_files(f"{tmp_path}/**/*.json*") == names[1:]
     (tmp_path / "README.md").write_text("x")
-    for name, problem in (
+    for place, problem in (
         (tmp_path, "has both text and other files"),
         (tmp_path / "*.txt", "no file matches"),
         (tmp_path / "*.pdf", "notes.pdf: an unknown kind"),
         (tmp_path / "none.txt", "no such file"),
     ):
         with pytest.raises(ValueError, match=problem):
-            find_files(str(name))
+            find_files(str(place))
 
 
 def test_datasets(tmp_path: Path, write_rows: Callable[..., str]) -> None:

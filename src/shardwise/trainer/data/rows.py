@@ -290,7 +290,7 @@ _READ = {"role", "from", "content", "value", "tool_calls", "function_call", *_MA
 
 
 def _calls(given: Any) -> list[dict[str, Any]]:
-    """Return tool calls as chat templates expect them: the arguments are an object, also if they were written as JSON."""
+    """Return tool calls as chat templates expect them: arguments are an object, also if they were written as JSON."""
     calls = []
     for call in given if isinstance(given, list) else [given]:
         call = call if isinstance(call, Mapping) else {}

@@ -48,7 +48,7 @@ def kind_of(path: Path) -> tuple[str, str]:
 
 def is_known(path: Path) -> bool:
     kind, compression = kind_of(path)
-    return kind in TEXTS or (kind in READERS or kind == TOKENS) and not (compression and kind in (PARQUET, TOKENS))
+    return kind in {*TEXTS, *READERS, TOKENS} and not (compression and kind in (PARQUET, TOKENS))
 
 
 def find_files(name: str) -> list[Path]:
@@ -63,7 +63,7 @@ def find_files(name: str) -> list[Path]:
     elif path.exists() or not any(sign in name for sign in "*?["):
         found = [path]
     else:
-        found = sorted(file for file in map(Path, glob(str(path), recursive=True)) if file.is_file())
+        found = sorted(file for file in map(Path, glob(str(path), recursive=True)) if file.is_file())  # noqa: PTH207
     for file in found:
         problem = "is empty" if file.is_file() and file.stat().st_size == 0 else ""
         if not file.is_file():
@@ -199,7 +199,8 @@ def parquet(path: Path) -> Iterator[Row]:
             if size > MAX_GROUP_BYTES:
                 raise ConfigurationError(f"{path}: a row group has {size:,} bytes; write groups of at most 4 GB")
             for batch in file.iter_batches(batch_size=256):
-                for number, row in enumerate(batch.to_pylist(), number + 1):
+                for row in batch.to_pylist():
+                    number += 1
                     yield Row(f"{path}:{number}", row)
     except (arrow.ArrowException, OSError) as error:
         raise ConfigurationError(f"{path}: cannot be read as Parquet: {str(error).partition(chr(10))[0]}") from error

@@ -116,7 +116,7 @@ class Tokenizer:
 
 
 def tokenizer_for(name: str, chat_template: str | None = None) -> Tokenizer:
-    """Load a tokenizer: `name` is "bytes", a folder, or an id on the hub. `chat_template`: a file, instead of its own."""
+    """Load a tokenizer: `name` is "bytes", a folder, or an id on the hub. A file may replace its chat template."""
     if name != BYTES.name:
         return _hugging_face(name, chat_template)
     if chat_template is not None:
@@ -178,13 +178,12 @@ def _hugging_face(name: str, chat_template: str | None = None) -> Tokenizer:
             raise ConfigurationError(f"the chat template of {chat_template or name} failed: {error}") from error
 
     def tagged(messages: Sequence[Message], tools: Sequence[Message]) -> list[Span]:
-        from transformers.utils.chat_template_utils import render_jinja_template
-
+        render: Any = import_library("transformers.utils.chat_template_utils", name).render_jinja_template
         text = made.get_chat_template(tools=list(tools) or None)
         if not re.search(r"{%-?\s*generation\s*-?%}", text):
             return []
         words = {"return_assistant_tokens_mask": True, **made.special_tokens_map}
-        return list(render_jinja_template([list(messages)], list(tools) or None, chat_template=text, **words)[1][0])
+        return list(render([list(messages)], list(tools) or None, chat_template=text, **words)[1][0])
 
     def fingerprint() -> str:
         plain = [type(made).__name__, sorted(made.get_vocab().items())]
@@ -266,7 +265,7 @@ def _asking(render: Template, messages: Sequence[Message], _: bool) -> str:
 def _place(messages: Sequence[Message], index: int, render: Template) -> Span:
     """The start and end of the content (with tool calls) of a message, in the text of all messages.
 
-    Everything else in the text is the same if the content is another one. Thoughts stay, because templates look for them.
+    Everything else in the text is the same if the content is another one. Thoughts stay: templates look for them.
     """
     message = {key: value for key, value in messages[index].items() if key != "tool_calls"}
     head, tag, _ = str(message["content"]).rpartition("</think>")
