@@ -24,6 +24,7 @@ USUAL_SEQ = 2048
 # Upper limits, larger than any real training.
 MOST = {"seq": 10**8, "micro_batch": 10**6, "num_micro_batches": 10**6}
 MOST_RANK = 10**6
+ALL_LINEAR = "all-linear"  # a target of adapters: all linear layers except the head
 
 # Moments of each parameter (SGD has momentum), and the bytes of one if it does not have the master's dtype: 8-bit
 # moments have one fp32 scale per 256 elements.

@@ -15,20 +15,29 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 from ..base.errors import ConfigurationError, did_you_mean
-from ..planner.training import num_bytes_of
+from ..planner.training import ALL_LINEAR, num_bytes_of
 
 
 @dataclass(frozen=True, slots=True)
 class Lora:
-    """Low-rank adapters of peft. Without targets, peft chooses the modules for the architecture."""
+    """Low-rank adapters of peft. Without targets, peft chooses the modules for the architecture. `rslora`: the scale is
+    alpha / sqrt(r) instead of alpha / r. `dora`: the norms of the weights are trained, too. `modules_to_save`: modules
+    of which a copy is trained as a whole."""
 
     r: int = field(default=16, metadata={"least": 1})
     alpha: float = field(default=32.0, metadata={"above": 0})
     dropout: float = field(default=0.0, metadata={"least": 0, "below": 1})
     targets: tuple[str, ...] = ()
+    rslora: bool = False
+    dora: bool = False
+    modules_to_save: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         _check_limits(self, "lora.")
+        if ALL_LINEAR in self.targets and len(self.targets) > 1:
+            raise ConfigurationError(
+                f"lora.targets: {', '.join(self.targets)}: {ALL_LINEAR} stands alone; leave out the rest"
+            )
 
 
 def setting(panel: str, default: Any, help: str, **limits: float) -> Any:  # noqa: A002, as in typer
@@ -66,7 +75,8 @@ class Settings:
     shape: dict[str, int | bool] = field(default_factory=dict, metadata={"panel": MODEL, "help": "Changes to an in-tree shape, as in shape.layers=8. Keys: vocab, hidden, layers, heads, kv_heads, ffn, max_seq, tied."})
     random_weights: bool = setting(MODEL, False, "Start a Hugging Face model from random weights instead of those in its folder.")
     tokenizer: str | None = setting(MODEL, None, "Folder or id of a tokenizer, or 'bytes'. Default: the model's own, otherwise bytes.")
-    lora: Lora | None = setting(MODEL, None, "Train low-rank adapters only: r=16,alpha=32 and, if needed, dropout=0.05 and targets=q_proj+v_proj.")
+    lora: Lora | None = setting(MODEL, None, "Train low-rank adapters only: 16 (short for r=16,alpha=32: alpha is twice r), or r=16,alpha=32 and, if needed, dropout=0.05, targets=q_proj+v_proj or targets=all-linear (all linear layers except the head), rslora=true, dora=true, and modules_to_save=embed_tokens+lm_head (trained as a whole).")
+    lora_from: str | None = setting(MODEL, None, "Start from the adapter in this folder, which gives all values of lora; only its dropout may be changed.")
     gradient_checkpointing: Literal["none", "selective", "full"] = setting(MODEL, "none", "Recompute activations of blocks in the backward: none, selective or full. Without a value: full.")
     compile: Compile = setting(MODEL, "auto", "Compile each block with torch.compile: auto (on GPUs, if the run is long enough to save more time than that takes), on or off. Without a value: on. true and false are on and off.")
     loss_chunk: AnyLossChunk = setting(MODEL, "auto", "Logits that exist at a time in the loss: small (256 MB), large (1 GB, faster if the vocabulary is large), or auto (on GPUs large, if the plan says that it fits and is faster).")
@@ -227,7 +237,8 @@ def settings_from_json(text: str) -> Settings:
     for name in ("train_file", "eval_file", "report_to", "offload", "wire", "units"):
         values[name] = tuple(values[name])
     if values["lora"] is not None:
-        values["lora"] = Lora(**{**values["lora"], "targets": tuple(values["lora"]["targets"])})
+        lists = {name: tuple(values["lora"].get(name, ())) for name in ("targets", "modules_to_save")}
+        values["lora"] = Lora(**{**values["lora"], **lists})
     return Settings(**values)
 
 

@@ -48,7 +48,7 @@ def loss_sum(model: Any, batch: Batch) -> Tensor:
             )
         inputs["position_ids"] = batch.positions
     if path.how == "chunked":
-        head = model.get_output_embeddings()
+        head = _head_of(model)
 
         def loss_of(hidden: Tensor) -> Tensor:
             return chunked_cross_entropy(hidden, head.weight, batch.targets, reduction="sum", chunks=path.chunks)
@@ -76,8 +76,17 @@ def find_path(model: Any) -> LossPath:
     return LossPath("chunked" if _returns_head_output_unchanged(model) else "plain", _isolates_documents(model))
 
 
-def has_plain_head(model: Any) -> bool:
+def _head_of(model: Any) -> Any:
+    """Return the module that computes the logits. If adapters train a copy of the head, it is that copy."""
     head = model.get_output_embeddings()
+    copies = getattr(head, "modules_to_save", None)
+    if copies is None:
+        return head
+    return head.original_module if head.disable_adapters else copies[head.active_adapters[0]]
+
+
+def has_plain_head(model: Any) -> bool:
+    head = _head_of(model)
     return isinstance(head, nn.Linear) and type(head).forward is nn.Linear.forward and head.bias is None
 
 
@@ -134,7 +143,7 @@ def _returns_head_output_unchanged(model: Any) -> bool:
     body = model.base_model
     if body is model or not has_plain_head(model):
         return False
-    head = model.get_output_embeddings()
+    head = _head_of(model)
     hidden = torch.empty(2, 3, head.in_features, dtype=head.weight.dtype, device="meta")
     mark = torch.empty((), dtype=torch.float32, device="meta")
     shapes = []
