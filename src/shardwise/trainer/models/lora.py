@@ -147,8 +147,8 @@ def with_stored(model: Any, weights: LazyWeights | None, place: Path) -> LazyWei
             f"{place / ADAPTER_WEIGHTS} does not fit its {ADAPTER_CONFIG} and the model: first {wrong[0]!r}"
         )
     for tied in names_of(model).values():
-        first, *others = [stored[adapter_file_name(name, is_in_tree)] for name in tied if is_adapter(name)] or [None]
-        if not all(torch.equal(value, first) for value in others):
+        values = [stored[adapter_file_name(name, is_in_tree)] for name in tied if is_adapter(name)]
+        if not all(torch.equal(value, values[0]) for value in values[1:]):
             raise ConfigurationError(f"{place}: {tied[0]!r} and {tied[1]!r} differ, but the model has one for both")
     if weights is None:
         raise ConfigurationError(f"{place}: its base model has no weights")
