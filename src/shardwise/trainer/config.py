@@ -20,9 +20,10 @@ from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
 
 from ..base.documents import as_strings, read_text, yaml_node, yaml_pairs, yaml_texts, yaml_tree
 from ..base.errors import ConfigurationError, did_you_mean, nearest
+from .data.rows import COLUMNS
 from .models.facts import lora_in
 from .offload import check_strategy, without_unused_folder
-from .settings import FINE_TUNING_RATE, LORA_RATE, Lora, Settings
+from .settings import FINE_TUNING_RATE, LORA_RATE, PREFERENCE_SHARE, Lora, Settings
 from .shapes import PRESETS, TransformerShape
 
 if TYPE_CHECKING:
@@ -35,6 +36,12 @@ PARTS: dict[str, dict[str, Any]] = {
     "shape": {entry.name: entry.type for entry in fields(TransformerShape)},
     "lora": {entry.name: entry.type for entry in fields(Lora)},
     "strategy": {},
+    "columns": dict.fromkeys(COLUMNS, str),
+}
+EXAMPLES = {
+    "shape": "layers=8,hidden=256",
+    "lora": "r=16,alpha=32,targets=q_proj+v_proj",
+    "columns": "instruction=question,output=answer",
 }
 # Words that stand for another value.
 WORDS: dict[str, dict[str, Any]] = {
@@ -56,7 +63,7 @@ FROM_KUBERNETES = re.compile(r"_(SERVICE_HOST|SERVICE_PORT|PORT)(_|$)")
 # Maximum nesting of a value, such as a mapping that contains lists.
 DEPTH = 2
 FALSE = ("none", "false", "0", "no", "off", "f", "n")
-WANTED = {bool: "true or false", int: "a whole number", float: "a number", tuple: "a list of texts", str: "a text"}
+WANTED = {bool: "true or false", int: "a whole number", float: "a number", tuple: "a list", str: "a text"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,15 +235,16 @@ def _from_preset(values: Mapping[str, Any]) -> Iterator[Given]:
     """Yield settings that suit the model, except those that the given `values` replace."""
     model = values.get("model", FIELDS["model"].default)
     random_weights = str(values.get("random_weights")).strip().lower() not in FALSE
+    share, pairs = (1.0, "") if values.get("objective") is None else (PREFERENCE_SHARE, ", with pairs")
     if isinstance(model, str) and model in PRESETS:
         for key, value in PRESETS[model].settings.items():
             rivals = RIVALS.get(key, ())
             if not rivals or any(values.get(rival) is None for rival in rivals):
                 yield Given(key, value, f"preset {model}")
     elif values.get("lora") is not None or values.get("lora_from") is not None:
-        yield Given("learning_rate", LORA_RATE, "for adapters")
+        yield Given("learning_rate", LORA_RATE * share, f"for adapters{pairs}")
     elif isinstance(model, str) and not model.endswith(".json") and not random_weights:
-        yield Given("learning_rate", FINE_TUNING_RATE, "for pretrained weights")
+        yield Given("learning_rate", FINE_TUNING_RATE * share, f"for pretrained weights{pairs}")
 
 
 def _from_adapter(values: Mapping[str, Any]) -> Iterator[Given]:
@@ -301,8 +309,7 @@ def _parts_in(key: str, text: str, origin: str) -> Any:
     for pair in _listed(text, ","):
         name, equals, part = pair.partition("=")
         if not equals:
-            example = "r=16,alpha=32,targets=q_proj+v_proj" if key == "lora" else "layers=8,hidden=256"
-            raise ConfigurationError(f"{key}: {name!r} ({origin}) is no key=value; write {example}")
+            raise ConfigurationError(f"{key}: {name!r} ({origin}) is no key=value; write {EXAMPLES[key]}")
         parts[name.strip()] = part.strip()
     return parts
 

@@ -42,6 +42,7 @@ from .loss import Chunks
 from .metrics import Divergence, Metrics, Progress, StepRecords, json_number
 from .models.build import Built, build
 from .models.headloss import path_of, set_path
+from .objectives import measures_of
 from .offload import is_auto, offload_of, speculation_of, updates_early
 from .optimizers import learning_rate_warning, num_warmup_steps, optimizer_for
 from .out_of_memory import FailureContext, FirstOutOfMemoryError, explain, is_out_of_memory
@@ -257,12 +258,12 @@ def _data(settings: Settings, checked: Checked, say: Say) -> tuple[Prepared, Sam
     all_or_none(patient, lambda: make(say) if is_first_here else None)
     prepared = all_or_none(patient, lambda: make(_SILENT))
     eval_digest = prepared.eval.digest if prepared.eval else None
-    require_agreement(patient, [("the training data", prepared.train.digest), ("eval_file", str(eval_digest))])
+    require_agreement(patient, [("the training data", prepared.digest), ("eval_file", str(eval_digest))])
     samples, eval_samples = all_or_none(
         patient, lambda: open_samples(settings, tokenizer, prepared, checked.seq_length, say)
     )
     if not has_launcher():  # the launcher has checked this
-        all_or_none(patient, lambda: require_targets(samples, say))
+        all_or_none(patient, lambda: require_targets(samples, settings.objective, say))
     return prepared, samples, eval_samples
 
 
@@ -350,7 +351,7 @@ def _records(run: Run) -> StepRecords:
     settings, precision, batching = run.settings, engine_of(run.model).precision, run.batching
     peak = peak_flops(device_name(run.device), precision.products)
     # Tokens are counted without padding.
-    has_padding = run.samples.windows.has_padding
+    has_padding = run.samples.has_padding
     tokens_per_sample = run.samples.tokens_per_sample if has_padding else run.checked.seq_length
     return StepRecords(
         tokens_per_step=round(batching.global_size * tokens_per_sample),
@@ -364,4 +365,5 @@ def _records(run: Run) -> StepRecords:
         may_overflow=precision.loss_scaling or settings.skip_nonfinite,
         memory_row=run.memory_row,
         write=run.write,
+        measures=measures_of(settings),
     )

@@ -22,8 +22,8 @@ from .data.samples import Batch, Samples
 from .metrics import Metrics, Progress, Row, StepRecords, memory_row
 from .models.build import Built
 from .models.export import export
-from .models.headloss import loss_sum
 from .models.sample import Sampling, sample
+from .objectives import sums
 from .optimizers import learning_rate
 from .run_checkpoints import Saves
 from .run_folder import EXPORT
@@ -101,7 +101,9 @@ class Run:
         """Return this rank's part of a step, in host memory from which the device can copy without waiting."""
         if step >= self.num_steps:
             return []
-        batches = [self.samples.batch(share) for share in self.batching.share(self.samples_of(step), self.rank)]
+        batches = [
+            self.samples.batch(share).trimmed() for share in self.batching.share(self.samples_of(step), self.rank)
+        ]
         return [batch.pinned() for batch in batches] if self.device.type == "cuda" else batches
 
     def write(self, row: Row) -> None:
@@ -124,21 +126,26 @@ class Run:
         self.activity, self.num_steady = "the evaluation", 0
         samples, model, device, hosts = self.eval_samples, self.model, self.device, self.hosts
         num_samples = min(samples.num_samples, self.settings.max_eval_samples)
+        chosen = samples.spread(num_samples)
         batch_size = self.settings.per_device_eval_batch_size or self.batching.micro_size
         was_training = model.training
         model.eval()
-        total, num_targets = torch.zeros((), dtype=torch.float64, device=device), 0
+        measures, num_targets = self.records.measures, 0
+        total = torch.zeros(1 + len(measures), dtype=torch.float64, device=device)
         for first in range(0, num_samples, batch_size * hosts.num_ranks):
             mine = range(first + hosts.index * batch_size, first + (hosts.index + 1) * batch_size)
-            batch = samples.batch([min(index, num_samples - 1) for index in mine])
+            batch = samples.batch([chosen[min(index, num_samples - 1)] for index in mine])
             batch = batch.with_first_targets(min(max(num_samples - mine.start, 0), batch_size))
             num_targets += batch.num_targets
-            total += loss_sum(model, batch.to(device))
+            total += sums(model, batch.trimmed().to(device), self.settings)
         model.train(was_training)
-        sums = exchange(hosts, (float(total), num_targets))
-        self.eval_loss = math.fsum(part for part, _ in sums) / max(sum(number for _, number in sums), 1)
+        parts = exchange(hosts, (total.tolist(), num_targets))
+        whole = max(sum(number for _, number in parts), 1)
+        self.eval_loss, *measured = (math.fsum(each) / whole for each in zip(*(part for part, _ in parts), strict=True))
         self.activity = ""
-        self.write({"step": step, "eval_loss": self.eval_loss, "eval_perplexity": math.exp(min(self.eval_loss, 700.0))})
+        row = {f"eval_{name}": value for name, value in zip(measures, measured, strict=True)}
+        row |= {} if measures else {"eval_perplexity": math.exp(min(self.eval_loss, 700.0))}
+        self.write({"step": step, "eval_loss": self.eval_loss, **row})
 
     def save(self, step: int) -> None:
         if self.saved_step == step:
@@ -229,11 +236,13 @@ class Run:
 
 def data_identity(settings: Settings, prepared: Prepared, checked: Checked) -> dict[str, Any]:
     """Identify the samples and their order. A resumed run with the same identity continues where it stopped."""
-    is_whole = settings.packing == "packed" and prepared.train.facts["is_rows"]
+    is_whole = settings.packing == "packed" and any(store.facts["is_rows"] for store in prepared.train)
+    weights = {"data_weights": list(settings.data_weights)} if len(prepared.train) > 1 else {}
     return {
-        "digest": prepared.train.digest,
+        "digest": prepared.digest,
         "seq_length": checked.seq_length,
         "packing": "packed whole" if is_whole else settings.packing,
         "seed": settings.seed,
         "eval_fraction": None if settings.eval_file else settings.eval_fraction,
+        **weights,
     }

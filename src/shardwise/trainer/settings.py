@@ -54,17 +54,23 @@ LIMITS = {
 }
 MODEL, DATA, BATCH, TRAINING = "Model", "Data", "Batch", "Training"
 SHARDING, RUN, LAUNCH = "Sharding", "Run folder", "Launch"
-# Default learning rates of fine-tuning: for all weights of a pretrained model, and for adapters.
-FINE_TUNING_RATE, LORA_RATE = 2e-5, 2e-4
+# Default learning rates of fine-tuning: for all weights of a pretrained model, and for adapters; with an objective of
+# preference, a twentieth of these.
+FINE_TUNING_RATE, LORA_RATE, PREFERENCE_SHARE = 2e-5, 2e-4, 0.05
 Tracker = Literal["tensorboard", "wandb"]
+TrainRole = Literal["assistant", "user", "system", "tool", "all", "last"]
 Backend = Literal["c10d", "static", "etcd", "etcd-v2"]
 Compile = Literal["auto", "on", "off"]
 AnyLossChunk = Literal["auto", "small", "large"]
+Objective = Literal["dpo", "hinge", "ipo", "simpo", "orpo"]
 DEFAULT_GLOBAL_BATCH = 16
 DEEPSPEED_SCHEDULES = ("warmup-lr", "warmup-decay-lr", "warmup-cosine-lr")
-SETTINGS_OF_SCHEDULES = {  # the schedules that read each of these settings
-    "decay_steps": ("wsd",),
-    **dict.fromkeys(("warmup_type", "warmup_min_ratio", "schedule_steps"), DEEPSPEED_SCHEDULES),
+READ_BY: dict[str, tuple[str, tuple[str, ...]]] = {  # settings that only some values of another setting read
+    "decay_steps": ("lr_scheduler_type", ("wsd",)),
+    **dict.fromkeys(("warmup_type", "warmup_min_ratio", "schedule_steps"), ("lr_scheduler_type", DEEPSPEED_SCHEDULES)),
+    "dpo_beta": ("objective", get_args(Objective)),
+    "label_smoothing": ("objective", ("dpo", "simpo")),
+    "simpo_gamma": ("objective", ("simpo",)),
 }
 
 
@@ -81,9 +87,13 @@ class Settings:
     compile: Compile = setting(MODEL, "auto", "Compile each block with torch.compile: auto (on GPUs, if the run is long enough to save more time than that takes), on or off. Without a value: on. true and false are on and off.")
     loss_chunk: AnyLossChunk = setting(MODEL, "auto", "Logits that exist at a time in the loss: small (256 MB), large (1 GB, faster if the vocabulary is large), or auto (on GPUs large, if the plan says that it fits and is faster).")
 
-    train_file: tuple[str, ...] = setting(DATA, (), "Training data: text (.txt, .md), rows (.jsonl: text, prompt and completion, or messages), tokens (.bin). Separate several with commas. Default for in-tree shapes: Python's manual.")
-    dataset: str | None = setting(DATA, None, "Hugging Face dataset, as a saved folder or an id, instead of files.")
-    dataset_split: str = setting(DATA, "train", "Split of the dataset.")
+    train_file: tuple[str, ...] = setting(DATA, (), "Training data: files, folders or patterns: text (.txt, .md), rows (.jsonl, .json, .csv, .tsv, .parquet), tokens (.bin). Separate several with commas. Default for in-tree shapes: Python's manual.")
+    dataset: tuple[str, ...] = setting(DATA, (), "Hugging Face datasets, as saved folders or ids (owner/name, owner/name:configuration), instead of files.")
+    dataset_split: str = setting(DATA, "train", "Split of the datasets.")
+    data_weights: tuple[float, ...] = setting(DATA, (), "Shares of the samples of an epoch, one number for each entry of train-file or dataset. Default: everything once.")
+    columns: dict[str, str] = field(default_factory=dict, metadata={"panel": DATA, "help": "Other names of columns, ours first: instruction=question,output=answer. Ours: text, messages, tools, prompt, completion, instruction, input, output, system, history, chosen, rejected and, in messages, role and content."})
+    train_roles: tuple[TrainRole, ...] = setting(DATA, ("assistant",), "Messages that are trained on: assistant, user, system, tool, all, or last (only the last answer).")
+    chat_template: str | None = setting(DATA, None, "File with a Jinja template for chats. Default: the tokenizer's own template.")
     eval_file: tuple[str, ...] = setting(DATA, (), "Evaluation data, instead of a part of the training data.")
     eval_fraction: float = setting(DATA, 0.02, "Part of the samples that is held out for evaluation; 0: none.", least=0, below=1)
     max_eval_samples: int = setting(DATA, 1000, "Maximum number of samples per evaluation.", least=1)
@@ -100,8 +110,12 @@ class Settings:
 
     max_steps: int | None = setting(TRAINING, None, "Total number of steps. Default: given by the epochs.", least=1)
     num_train_epochs: float | None = setting(TRAINING, None, "Passes over the data, if max-steps is not given. Default: 1.", above=0)
+    objective: Objective | None = setting(TRAINING, None, "Train on pairs of a chosen and a rejected answer: dpo, hinge or ipo (with the model without its adapters as the reference), simpo or orpo (without a reference). Default: the next token.")
+    dpo_beta: float = setting(TRAINING, 0.1, "Beta of the objective for pairs; the weight of the odds ratio for orpo.", above=0)
+    label_smoothing: float = setting(TRAINING, 0.0, "Share of pairs whose answers are assumed to be swapped, for dpo and simpo.", least=0, below=0.5)
+    simpo_gamma: float = setting(TRAINING, 0.5, "Margin between the rewards of both answers, for simpo.", least=0)
     optimizer: Literal["adamw", "adamw8bit", "sgd"] = setting(TRAINING, "adamw", "Optimizer: adamw, adamw8bit (8-bit moments, needs torchao) or sgd.")
-    learning_rate: float = setting(TRAINING, 3e-4, f"Peak learning rate. Default for fine-tuning: {FINE_TUNING_RATE:g} for all weights of a pretrained model, {LORA_RATE:g} for adapters.", least=0)
+    learning_rate: float = setting(TRAINING, 3e-4, f"Peak learning rate. Default for fine-tuning: {FINE_TUNING_RATE:g} for all weights of a pretrained model, {LORA_RATE:g} for adapters; for pairs a twentieth of these.", least=0)
     lr_scheduler_type: Literal["cosine", "linear", "constant", "wsd", "warmup-lr", "warmup-decay-lr", "warmup-cosine-lr"] = setting(TRAINING, "cosine", "Schedule after the warm-up: cosine, linear, constant, or wsd (constant, then down in decay-steps). warmup-lr, warmup-decay-lr and warmup-cosine-lr are exactly DeepSpeed's.")
     warmup_steps: float = setting(TRAINING, 0, "Number of warm-up steps, in which the learning rate grows from 0; below 1: part of all steps.", least=0)
     warmup_type: Literal["linear", "log"] = setting(TRAINING, "linear", "Shape of the warm-up, for DeepSpeed's schedules.")
@@ -158,13 +172,14 @@ class Settings:
         defaults = {entry.name: entry.default for entry in dataclasses.fields(self)}
         if self.train_file and self.dataset:
             raise ConfigurationError(
-                f"train_file {', '.join(self.train_file)} and dataset {self.dataset}: leave one out"
+                f"train_file {', '.join(self.train_file)} and dataset {', '.join(self.dataset)}: leave one out"
             )
         if self.max_steps is not None and self.num_train_epochs is not None:
             both = f"max_steps {self.max_steps} and num_train_epochs {self.num_train_epochs:g}"
             raise ConfigurationError(f"{both} both say when to stop: leave one out")
         for name, words, choices in (
             ("report_to", self.report_to, Tracker),
+            ("train_roles", self.train_roles, TrainRole),
             ("rdzv_backend", [self.rdzv_backend], Backend),
             ("compile", [self.compile], Compile),
             ("loss_chunk", [self.loss_chunk], AnyLossChunk),
@@ -172,6 +187,10 @@ class Settings:
             for word in words:
                 if word not in get_args(choices):
                     raise ConfigurationError(f"{name}: unknown {word!r}; {did_you_mean(str(word), get_args(choices))}")
+        if not self.train_roles:
+            raise ConfigurationError("train_roles: is empty, so there is nothing to train on; name assistant, or all")
+        if unusable := [weight for weight in self.data_weights if not 0 < weight < math.inf]:
+            raise ConfigurationError(f"data_weights: {unusable[0]:g} must be a finite number above 0")
         if self.divergence_ratio and self.divergence_ratio <= 1:
             raise ConfigurationError(f"divergence_ratio: {self.divergence_ratio:g} must be above 1, or 0 to continue")
         for name in ("warmup_steps", "eval_steps", "save_steps"):
@@ -180,11 +199,11 @@ class Settings:
                 raise ConfigurationError(
                     f"{name}: {steps:g} is no number of steps; below 1 it is a part of all of them"
                 )
-        for name, schedules in SETTINGS_OF_SCHEDULES.items():
-            value, schedule = getattr(self, name), self.lr_scheduler_type
-            if value != defaults[name] and schedule not in schedules:
-                needed = f"{name} {value} belongs to lr_scheduler_type {', '.join(schedules)}"
-                raise ConfigurationError(f"{needed}, but that is {schedule}")
+        for name, (other, readers) in READ_BY.items():
+            value, chosen = getattr(self, name), getattr(self, other)
+            if value != defaults[name] and chosen not in readers:
+                needed = f"{name} {value} belongs to {other} {', '.join(readers)}"
+                raise ConfigurationError(f"{needed}, but that is {chosen}")
         num_nodes(self.nnodes)
         num_bytes_of(self.speculation)
         parse_units(self.units)
@@ -234,8 +253,7 @@ def parse_units(words: tuple[str, ...]) -> str | int | tuple[str, ...]:
 def settings_from_json(text: str) -> Settings:
     """Parse the output of `Settings.to_json`, in a rank. Files of users are read by `config.py`."""
     values = json.loads(text)
-    for name in ("train_file", "eval_file", "report_to", "offload", "wire", "units"):
-        values[name] = tuple(values[name])
+    values |= {name: tuple(value) for name, value in values.items() if isinstance(value, list)}
     if values["lora"] is not None:
         lists = {name: tuple(values["lora"].get(name, ())) for name in ("targets", "modules_to_save")}
         values["lora"] = Lora(**{**values["lora"], **lists})

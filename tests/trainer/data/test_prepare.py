@@ -49,11 +49,11 @@ def documents(store: Store) -> list[str]:
 
 def test_the_embedded_text_is_the_default(tmp_path: Path) -> None:
     made = prepared(tmp_path)
-    assert made.train.num_documents > 50
-    assert made.train.num_tokens > 400_000
+    assert made.train[0].num_documents > 50
+    assert made.train[0].num_tokens > 400_000
     assert made.eval is None
-    assert not made.train.facts["is_rows"]
-    assert any("statement" in text for text in documents(made.train))
+    assert not made.train[0].facts["is_rows"]
+    assert any("statement" in text for text in documents(made.train[0]))
 
 
 def test_numbers_are_as_wide_as_the_vocabulary_needs(tmp_path: Path) -> None:
@@ -63,7 +63,7 @@ def test_numbers_are_as_wide_as_the_vocabulary_needs(tmp_path: Path) -> None:
         cache = tmp_path / f"{num_bytes} bytes"
         made = prepare(Settings(train_file=(str(tmp_path / "a.txt"),)), tokenizer, cache, quiet)
         (stored,) = cache.glob("*/tokens.bin")
-        assert stored.stat().st_size == made.train.num_tokens * num_bytes
+        assert stored.stat().st_size == made.train[0].num_tokens * num_bytes
 
 
 def test_files_of_several_kinds(tmp_path: Path, write_rows: Callable[..., str]) -> None:
@@ -75,14 +75,14 @@ def test_files_of_several_kinds(tmp_path: Path, write_rows: Callable[..., str]) 
         {"messages": [{"role": "assistant", "content": "a"}, {"role": "user", "content": "q"}]},
     )
     made = prepared(tmp_path, train_file=(str(tmp_path / "a.txt"), rows), eval_file=(str(tmp_path / "a.txt"),))
-    assert documents(made.train) == [
+    assert documents(made.train[0]) == [
         "<one\ntwo|>",
         "<three|>",
         "p<c|>",
         "user:\nq\n\nassistant:\n<a|>",
         "assistant:\n<a|>\n\nuser:\nq\n\n|",
     ]
-    assert made.train.facts["is_rows"]
+    assert made.train[0].facts["is_rows"]
     assert made.eval is not None
     assert documents(made.eval) == ["<one\ntwo|>"]
 
@@ -92,7 +92,7 @@ def test_a_real_tokenizer(tmp_path: Path, write_rows: Callable[..., str], bpe_fo
     texts = [f"row {number} of some text" for number in range(3000)]
     rows = write_rows(*({"text": text} for text in texts))
     made = prepare(Settings(train_file=(rows,)), tokenizer, tmp_path / "cache", quiet)
-    store = made.train
+    store = made.train[0]
     assert store.num_documents == 3000
     for index in (0, 1, 1500, 2999):
         first, count = store.document(index)
@@ -104,9 +104,9 @@ def test_a_dataset(tmp_path: Path) -> None:
 
     datasets.Dataset.from_list([{"text": "one"}, {"text": ""}]).save_to_disk(tmp_path / "set")
     said: list[str] = []
-    made = prepared(tmp_path, said.append, dataset=str(tmp_path / "set"))
-    assert documents(made.train) == ["<one|>"]
-    assert made.train.facts["num_bad_rows"] == 1
+    made = prepared(tmp_path, said.append, dataset=(str(tmp_path / "set"),))
+    assert documents(made.train[0]) == ["<one|>"]
+    assert made.train[0].facts["num_bad_rows"] == 1
     assert f"{tmp_path / 'set'}:2: text is empty" in said
 
 
@@ -114,7 +114,7 @@ def test_token_files(tmp_path: Path) -> None:
     path = tmp_path / "a.bin"
     path.write_bytes(array("H", [104, 105, 256, 104]))
     made = prepared(tmp_path, train_file=(str(path),))
-    assert documents(made.train) == ["<hi|>", "<h>"]
+    assert documents(made.train[0]) == ["<hi|>", "<h>"]
     path.write_bytes(array("I", [257]))
     with pytest.raises(
         ConfigurationError,
@@ -130,7 +130,7 @@ def test_token_files_may_have_all_ids_of_the_model(tmp_path: Path) -> None:
     settings = Settings(train_file=(str(path),), token_dtype="uint32")
     said: list[str] = []
     made = prepare(settings, BYTES, tmp_path / "cache", said.append, vocab_size=128_256)
-    assert made.train.tokens(0, 3).tolist() == [128_000, 104, 256]
+    assert made.train[0].tokens(0, 3).tolist() == [128_000, 104, 256]
     assert said == [f"reading through train_file {path}: documents end with token 256 of tokenizer bytes"]
     # A store that was made for a larger model says nothing about a smaller one.
     with pytest.raises(ConfigurationError, match="token 0 is 128000, but the model's ids are below 300"):
@@ -151,14 +151,14 @@ def test_copies_have_other_folders_and_the_same_digest(tmp_path: Path, write_row
     first, other = (prepared(tmp_path, train_file=(row,), eval_file=(rows[1],)) for row in rows)
     assert first.eval is not None
     assert other.eval is not None
-    assert first.train.digest != other.train.digest == other.eval.digest == first.eval.digest
+    assert first.train[0].digest != other.train[0].digest == other.eval.digest == first.eval.digest
     Path(rows[0]).write_bytes(Path(rows[1]).read_bytes())
     assert len(stores(tmp_path)) == 2
     copied = prepared(tmp_path, train_file=(rows[0],))
     assert len(stores(tmp_path)) == 3
-    assert (copied.train.digest, copied.eval) == (other.train.digest, None)
+    assert (copied.train[0].digest, copied.eval) == (other.train[0].digest, None)
     elsewhere = prepare(Settings(train_file=(rows[1],)), BYTES, tmp_path / "elsewhere", quiet)
-    assert elsewhere.train.digest == other.train.digest
+    assert elsewhere.train[0].digest == other.train[0].digest
 
 
 def test_the_second_time_it_is_found(tmp_path: Path, write_rows: Callable[..., str]) -> None:
@@ -166,7 +166,7 @@ def test_the_second_time_it_is_found(tmp_path: Path, write_rows: Callable[..., s
     said: list[str] = []
     first = prepared(tmp_path, said.append, train_file=(rows,))
     again: list[str] = []
-    assert prepared(tmp_path, again.append, train_file=(rows,)).train.digest == first.train.digest
+    assert prepared(tmp_path, again.append, train_file=(rows,)).train[0].digest == first.train[0].digest
     assert [line.partition(":")[0] for line in said] == ["tokenised train_file " + rows, rows]
     assert again == said[1:]
     # What does not decide about the tokens does not tokenise again.
@@ -180,7 +180,7 @@ def test_the_second_time_it_is_found(tmp_path: Path, write_rows: Callable[..., s
 def test_a_limit_set_later_is_kept(tmp_path: Path, write_rows: Callable[..., str]) -> None:
     rows = write_rows({"text": "one"}, "{", "[")
     made = prepared(tmp_path, train_file=(rows,), max_bad_rows=2)
-    assert made.train.facts["num_bad_rows"] == 2
+    assert made.train[0].facts["num_bad_rows"] == 2
     with pytest.raises(
         ConfigurationError, match=r"more than 1 rows cannot be read \(max_bad_rows\), the first .*:2: not J"
     ):
@@ -191,7 +191,7 @@ def test_ten_bad_rows_are_named_and_the_rest_counted(tmp_path: Path, write_rows:
     rows = write_rows(*["{"] * 25, {"text": "good"})
     said: list[str] = []
     made = prepared(tmp_path, said.append, train_file=(rows,))
-    assert made.train.facts["num_bad_rows"] == 25
+    assert made.train[0].facts["num_bad_rows"] == 25
     assert [line.partition(": ")[0] for line in said[1:11]] == [f"{rows}:{number}" for number in range(1, 11)]
     assert said[11:] == ["and 15 more bad rows"]
 
@@ -218,7 +218,7 @@ def test_two_at_once_end_well(tmp_path: Path, write_rows: Callable[..., str]) ->
     for thread in threads:
         thread.join()
     assert len(found) == 4
-    assert len({each.train.digest for each in found}) == 1
+    assert len({each.train[0].digest for each in found}) == 1
     assert len(stores(tmp_path)) == 1
 
 

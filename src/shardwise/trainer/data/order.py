@@ -7,9 +7,9 @@ computes its position directly, and the order does not depend on the version of 
 """
 
 import hashlib
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
-from math import isqrt
 
 _WORD = 2**64 - 1
 _NUM_ROUNDS = 8  # small digits need several rounds until permutations look random
@@ -22,6 +22,31 @@ def endless(seed: int, first: int, num: int, count: int) -> Iterator[int]:
         yield permuted(at, count, key(f"epoch {epoch}", seed))
 
 
+def mixed(seed: int, first: int, num: int, counts: Sequence[int], draws: Sequence[int]) -> Iterator[int]:
+    """Yield `num` samples of several sources, numbered one source after the other, from position `first` on.
+
+    An epoch has `draws` of each source, in random order. A source continues in the next epoch where it stopped, and
+    begins again, in another order, when all of its `counts` samples were there.
+    """
+    for position in range(first, first + num):
+        epoch, at = divmod(position, sum(draws))
+        at = permuted(at, sum(draws), key(f"epoch {epoch}", seed))
+        source = 0
+        while at >= draws[source]:
+            at -= draws[source]
+            source += 1
+        (sample,) = endless(seed, epoch * draws[source] + at, 1, counts[source])
+        yield sum(counts[:source]) + sample
+
+
+def shares(weights: Sequence[float], total: int) -> tuple[int, ...]:
+    """Divide a number of samples by weights: the sum is exact, and each share is off by less than one."""
+    exact = [weight * total / sum(weights) for weight in weights]
+    largest = sorted(range(len(exact)), key=lambda index: math.floor(exact[index]) - exact[index])
+    missing = total - sum(map(math.floor, exact))
+    return tuple(math.floor(share) + (index in largest[:missing]) for index, share in enumerate(exact))
+
+
 @lru_cache(maxsize=64)
 def key(purpose: str, seed: int) -> int:
     """Return the key of a permutation: a hash. With seed + epoch, epoch 1 of seed 0 would equal epoch 0 of seed 1."""
@@ -30,7 +55,7 @@ def key(purpose: str, seed: int) -> int:
 
 def permuted(at: int, count: int, key: int) -> int:
     """Element `at` of the permutation of `range(count)` with this key."""
-    left_base = isqrt(count - 1) + 1 if count > 1 else 1
+    left_base = math.isqrt(count - 1) + 1 if count > 1 else 1
     right_base = -(-count // left_base)
     while True:
         right, left = divmod(at, left_base)

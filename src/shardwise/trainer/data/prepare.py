@@ -20,13 +20,14 @@ from typing import Any
 
 from ...base.errors import ConfigurationError
 from ..settings import Settings
-from .sources import SUFFIXES, Document, load_dataset, manual, read, read_dataset
+from .rows import Document, Reading
+from .sources import TOKENS, find_files, kind_of, load_dataset, manual, read, read_dataset
 from .token_store import Store, Writer, adopt, is_store, open_store
 from .tokenizer import Segments, Tokenizer
 
 Say = Callable[[str], None]  # prints a line
 
-_FORMAT = 3  # version of the store's format; part of the hash
+_FORMAT = 4  # version of the store's format; part of the hash
 _NUM_NAMED = 10  # bad rows that are printed; others are only counted
 _BATCH_CHARACTERS = 2**22
 _SECONDS_BETWEEN_LINES = 10.0
@@ -34,8 +35,14 @@ _SECONDS_BETWEEN_LINES = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    train: Store
+    train: tuple[Store, ...]  # one, or one of each source if the sources have weights
     eval: Store | None  # None: no eval_file
+
+    @property
+    def digest(self) -> str:
+        """A hash of the content of the training data."""
+        digests = [store.digest for store in self.train]
+        return digests[0] if len(digests) == 1 else hashlib.sha256(" ".join(digests).encode()).hexdigest()
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,47 +60,56 @@ def prepare(
 
     `vocab_size`: the model's; ids in token files must be below it. None: take the tokenizer's.
     """
-    train = _train_input(settings)
-    evaluated = _file_input("eval_file", settings.eval_file, settings) if settings.eval_file else None
+    reading = Reading(settings.columns, settings.train_roles)
+    inputs = _train_inputs(settings, reading)
+    evaluated = _file_input("eval_file", settings.eval_file, settings, reading) if settings.eval_file else None
     limit = tokenizer.vocab_size if vocab_size is None else vocab_size
-    store = _prepare(train, settings, tokenizer, limit, folder, say)
-    return Prepared(store, _prepare(evaluated, settings, tokenizer, limit, folder, say) if evaluated else None)
+    train = tuple(_prepare(given, settings, tokenizer, limit, folder, say) for given in inputs)
+    prepared = Prepared(train, _prepare(evaluated, settings, tokenizer, limit, folder, say) if evaluated else None)
+    kinds = {store.facts["is_pairs"] for store in (*train, *filter(None, [prepared.eval]))}
+    if len(kinds) > 1:
+        raise ConfigurationError("some of the data are preference rows (chosen, rejected) and some are not: leave one out")
+    return prepared
 
 
-def _train_input(settings: Settings) -> _Input:
-    if settings.dataset is not None:
-        dataset = load_dataset(settings.dataset, settings.dataset_split)
-        # The files too, not only the name: a dataset can change under the same name.
-        below = [Path(entry["filename"]) for entry in dataset.cache_files]
-        identity = [settings.dataset, settings.dataset_split, len(dataset), *map(_identity, below)]
-        name = settings.dataset
-        return _Input(f"dataset {name}", identity, (), read_dataset(dataset, name))
+def _train_inputs(settings: Settings, reading: Reading) -> list[_Input]:
+    """The sources of the training data: one by one if they have weights, else as one."""
+    names = settings.train_file or settings.dataset
+    weights = settings.data_weights
+    if weights and len(weights) != len(names):
+        raise ConfigurationError(f"data_weights has {len(weights)} numbers for {len(names)} sources: give one for each")
+    groups = [(name,) for name in names] if weights else [names]
+    if settings.dataset:
+        return [_dataset_input(group, settings, reading) for group in groups]
     if settings.train_file:
-        return _file_input("train_file", settings.train_file, settings)
+        return [_file_input("train_file", group, settings, reading) for group in groups]
     topics = manual()
     name = "the embedded text"
-    return _Input(name, [topics], (), [Document(name, ((topic, True),)) for topic in topics])
+    return [_Input(name, [topics], (), [Document(name, ((topic, True),)) for topic in topics])]
 
 
-def _file_input(setting: str, names: Sequence[str], settings: Settings) -> _Input:
-    paths = tuple(Path(name).expanduser() for name in names)
-    for path in paths:
-        problem = ""
-        if not path.is_file():
-            problem = "not a file" if path.exists() else "no such file"
-        elif path.suffix.lower() not in SUFFIXES:
-            known = ", ".join(f"{suffix} ({kind})" for suffix, kind in SUFFIXES.items())
-            problem = f"unknown kind {path.suffix!r}; known: {known}"
-        elif path.stat().st_size == 0:
-            problem = "is empty"
-        if problem:
-            raise ConfigurationError(f"{setting} {path}: {problem}")
+def _dataset_input(names: Sequence[str], settings: Settings, reading: Reading) -> _Input:
+    opened = [(name, load_dataset(name, settings.dataset_split)) for name in names]
+    # The files too, not only the name: a dataset can change under the same name.
+    files = [[Path(entry["filename"]) for entry in dataset.cache_files] for _, dataset in opened]
+    parts = [[name, len(each), *map(_identity, found)] for (name, each), found in zip(opened, files, strict=True)]
+    documents = chain.from_iterable(read_dataset(dataset, name, reading) for name, dataset in opened)
+    return _Input(f"dataset {', '.join(names)}", [settings.dataset_split, parts, reading], (), documents)
+
+
+def _file_input(setting: str, names: Sequence[str], settings: Settings, reading: Reading) -> _Input:
+    paths: list[Path] = []
+    for name in names:
+        try:
+            paths += find_files(name)
+        except ValueError as error:
+            raise ConfigurationError(f"{setting} {name}: {error}") from None
     what = f"{setting} {', '.join(names)}"
-    token_files = tuple(path for path in paths if SUFFIXES[path.suffix.lower()] == "tokens")
-    if token_files not in ((), paths):
+    token_files = tuple(path for path in paths if kind_of(path)[0] == TOKENS)
+    if token_files not in ((), tuple(paths)):
         raise ConfigurationError(f"{what}: token files cannot be mixed with text or rows")
-    identity = [settings.token_dtype if token_files else None, *map(_identity, paths)]
-    return _Input(what, identity, token_files, chain.from_iterable(map(read, paths)))
+    identity = [settings.token_dtype if token_files else reading, *map(_identity, paths)]
+    return _Input(what, identity, token_files, chain.from_iterable(read(path, reading) for path in paths))
 
 
 def _identity(path: Path) -> list[Any]:
@@ -129,12 +145,13 @@ def _prepare(given: _Input, settings: Settings, tokenizer: Tokenizer, limit: int
 def _write(folder: Path, given: _Input, settings: Settings, tokenizer: Tokenizer, limit: int, say: Say) -> None:
     if given.token_files:
         say(f"reading through {given.what}: documents end with token {tokenizer.end_id} of tokenizer {tokenizer.name}")
-        facts = {"bad_rows": [], "num_bad_rows": 0, "is_rows": False}
+        facts = {"bad_rows": [], "num_bad_rows": 0, "is_rows": False, "is_pairs": False}
         adopt(folder, given.token_files, settings.token_dtype, limit, tokenizer.end_id, facts)
         return
     bad: list[str] = []
     num_bad = 0
     is_rows = has_chats = False
+    num_alone = num_pairs = 0
     began = said = time.monotonic()
     # The dtype depends on the tokenizer, not on the model, so that the digest does not depend on the model.
     dtype = "uint16" if tokenizer.vocab_size <= 2**16 else "uint32"
@@ -150,47 +167,54 @@ def _write(folder: Path, given: _Input, settings: Settings, tokenizer: Tokenizer
             if document.messages and tokenizer.template is None and not has_chats:
                 has_chats = True
                 say(f"tokenizer {tokenizer.name} has no chat template: messages are 'role:' with the content below")
-            for ids, trained in segments:
-                writer.add(ids, trained)
-            if document.is_last:
-                writer.end_document()
+            for part in segments:
+                for ids, trained in part:
+                    writer.add(ids, trained)
+                if document.is_last:
+                    writer.end_document()
             is_rows = is_rows or document.is_row
+            num_pairs, num_alone = num_pairs + (len(segments) == 2), num_alone + (len(segments) == 1)
+            if num_pairs and num_alone:
+                raise ConfigurationError(f"{document.where}: preference rows cannot be mixed with other rows in one run")
             if time.monotonic() - said > _SECONDS_BETWEEN_LINES:
                 said = time.monotonic()
                 say(f"tokenising {given.what}: {writer.num_tokens:,} tokens so far")
         if writer.num_documents == 0:
             first = f": none of its {num_bad} rows can be read, the first {bad[0]}" if bad else " holds no document"
             raise ConfigurationError(f"{given.what}{first}")
-        writer.finish({"bad_rows": bad, "num_bad_rows": num_bad, "is_rows": is_rows})
+        writer.finish({"bad_rows": bad, "num_bad_rows": num_bad, "is_rows": is_rows, "is_pairs": num_pairs > 0})
         totals = f"{writer.num_documents:,} documents, {writer.num_tokens:,} tokens"
         say(f"tokenised {given.what}: {totals} in {time.monotonic() - began:.1f} s")
 
 
-def _tokenised(documents: Iterable[Document], tokenizer: Tokenizer) -> Iterator[tuple[Document, Segments]]:
-    """Yield each document with its token segments, in order. Tokenizers encode the texts of a batch in parallel."""
+def _tokenised(documents: Iterable[Document], tokenizer: Tokenizer) -> Iterator[tuple[Document, list[Segments]]]:
+    """Yield each document with its token segments, in order; a preference row has those of both answers.
+
+    Tokenizers encode the texts of a batch in parallel.
+    """
     batch: list[Document] = []
     num_characters = 0
     for document in documents:
         batch.append(document)
-        num_characters += sum(map(len, document.all_texts))
+        num_characters += sum(len(text) for side in document.sides for text in side.all_texts)
         if num_characters >= _BATCH_CHARACTERS:
             yield from _batch_tokenised(batch, tokenizer)
             batch, num_characters = [], 0
     yield from _batch_tokenised(batch, tokenizer)
 
 
-def _batch_tokenised(batch: list[Document], tokenizer: Tokenizer) -> Iterator[tuple[Document, Segments]]:
-    texts = [text for document in batch for text, _ in document.texts]
+def _batch_tokenised(batch: list[Document], tokenizer: Tokenizer) -> Iterator[tuple[Document, list[Segments]]]:
+    texts = [text for document in batch for side in document.sides for text, _ in side.texts]
     encoded = iter(tokenizer.encode_batch(texts) if texts else [])
     for document in batch:
-        segments = [(next(encoded), is_trained) for _, is_trained in document.texts]
+        parts = [[(next(encoded), is_trained) for _, is_trained in side.texts] for side in document.sides]
         if document.messages:
             try:
-                segments = tokenizer.render(document.messages)
+                parts = [tokenizer.render(side.messages, side.tools) for side in document.sides]
             except ConfigurationError as error:
                 yield Document(document.where, problem=str(error)), []
                 continue
-        yield document, segments
+        yield document, parts
 
 
 def _say_bad(given: _Input, named: list[str], num_bad: int, limit: int, say: Say) -> None:

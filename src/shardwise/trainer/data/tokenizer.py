@@ -50,7 +50,7 @@ class Tokenizer:
     def encode(self, text: str) -> list[int]:
         return self.encode_batch([text])[0]
 
-    def render(self, messages: Sequence[Message]) -> Segments:
+    def render(self, messages: Sequence[Message], tools: Sequence[Message] = ()) -> Segments:
         """Return a chat as segments: (tokens, whether they are an answer). ConfigurationError if the template fails."""
         if self.template is not None:
             return _templated(messages, self.template, self.encode)

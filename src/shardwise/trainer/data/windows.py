@@ -55,11 +55,20 @@ class Windows:
     packing: Literal["packed", "padded"]
     is_isolated: bool
     end_id: int
-    num_full: int  # samples, not counting a short last window; if `has_padding`, all samples
+    num_full: int  # samples (pairs are one), not counting a short last window; if `has_padding`, all samples
     num_samples: int
     num_tokens: int  # of all samples, without padding
     num_cut: int  # documents that are cut because they are longer than a sample
     whole: _WholeDocuments | None  # set if documents are packed whole
+
+    @property
+    def is_pairs(self) -> bool:
+        """True for preference rows: a sample has two rows, with the chosen and with the rejected answer."""
+        return bool(self.store.facts["is_pairs"])
+
+    def rows(self, index: int) -> tuple[int, ...]:
+        """Return the rows of a sample, for `pieces` and `sample`."""
+        return (2 * index, 2 * index + 1) if self.is_pairs else (index,)
 
     @property
     def has_padding(self) -> bool:
@@ -67,7 +76,7 @@ class Windows:
         return self.packing == "padded" or self.whole is not None
 
     def pieces(self, index: int) -> list[tuple[int, int]]:
-        """Return (first token in the store, number of tokens) of each piece of a sample, with the last target."""
+        """Return (first token in the store, number of tokens) of each piece of a row, with the last target."""
         if self.whole is not None:
             starts, groups, ends = self.whole
             group = bisect_right(ends, index)
@@ -123,6 +132,8 @@ def make_windows(
         num_full, num_last = whole.ends[-1], 0
     else:
         num_full, num_last = divmod(num_tokens, seq_length)
+    if store.facts["is_pairs"]:
+        num_full //= 2
     num_samples = num_full + (num_last > 0)
     return Windows(store, seq_length, packing, is_isolated, end_id, num_full, num_samples, num_tokens, num_cut, whole)
 

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from ...base.errors import ConfigurationError, StateError
 from ..data.samples import Batch
-from ..loss import USUAL_CHUNKS, Chunks, chunked_cross_entropy
+from ..loss import USUAL_CHUNKS, Chunks, Reduction, chunked_cross_entropy
 
 _KEY = "_shardwise_loss_path"
 
@@ -36,9 +36,14 @@ class LossPath:
 
 def loss_sum(model: Any, batch: Batch) -> Tensor:
     """Return the cross-entropy, summed over the targets of the batch, in fp32. The model is called once."""
+    return losses(model, batch, "sum")
+
+
+def losses(model: Any, batch: Batch, reduction: Reduction) -> Tensor:
+    """Return the cross-entropy in fp32: summed, or of each target, with 0 elsewhere (`reduction` "none")."""
     path = path_of(model)
     if path.how == "in-tree":
-        return model(batch.tokens, batch.targets, batch.positions, "sum", path.chunks)
+        return model(batch.tokens, batch.targets, batch.positions, reduction, path.chunks)
     inputs = {"input_ids": batch.tokens}
     if batch.positions is not None:
         if not path.isolates:
@@ -51,13 +56,14 @@ def loss_sum(model: Any, batch: Batch) -> Tensor:
         head = _head_of(model)
 
         def loss_of(hidden: Tensor) -> Tensor:
-            return chunked_cross_entropy(hidden, head.weight, batch.targets, reduction="sum", chunks=path.chunks)
+            return chunked_cross_entropy(hidden, head.weight, batch.targets, reduction=reduction, chunks=path.chunks)
 
         with _forward_replaced(head, loss_of), _documents_known(batch, path):
             return model(**inputs).logits
     with _documents_known(batch, path):
         logits = model(**inputs).logits
-    return F.cross_entropy(logits.flatten(0, 1).float(), batch.targets.flatten(), reduction="sum")
+    found = F.cross_entropy(logits.flatten(0, 1).float(), batch.targets.flatten(), reduction=reduction)
+    return found.view_as(batch.targets) if reduction == "none" else found
 
 
 def path_of(model: nn.Module) -> LossPath:
