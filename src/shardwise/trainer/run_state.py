@@ -101,9 +101,8 @@ class Run:
         """Return this rank's part of a step, in host memory from which the device can copy without waiting."""
         if step >= self.num_steps:
             return []
-        batches = [
-            self.samples.batch(share).trimmed() for share in self.batching.share(self.samples_of(step), self.rank)
-        ]
+        shares = self.batching.share(self.samples_of(step), self.rank)
+        batches = [self.samples.batch(share).trimmed() for share in shares]
         return [batch.pinned() for batch in batches] if self.device.type == "cuda" else batches
 
     def write(self, row: Row) -> None:
