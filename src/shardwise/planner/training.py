@@ -47,12 +47,15 @@ def tokens_per_chunk(vocab: int, chunk: LossChunk = "small") -> int:
 @dataclass(frozen=True, slots=True)
 class Lora:
     """LoRA adapters of rank `r` on the linear layers `targets`; (): those that peft uses for this kind of model.
-    `upcast`: adapters compute in fp32 beside 16-bit weights, so peft casts their inputs."""
+    `upcast`: adapters compute in fp32 beside 16-bit weights, so peft casts their inputs. `dora`: with a trained norm for
+    each output. `modules_to_save`: modules of which a copy is trained."""
 
     r: int = 16
     targets: tuple[str, ...] = ()
     dropout: float = 0.0
     upcast: bool = False
+    dora: bool = False
+    modules_to_save: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if type(self.r) is not int or not 1 <= self.r <= MOST_RANK:

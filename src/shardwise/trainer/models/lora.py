@@ -39,7 +39,7 @@ def adapters_for(lora: Lora, model: nn.Module) -> Any:
     is_in_tree = isinstance(model, Transformer)
     shared = {name.rpartition(".")[0] for names in names_by_tensor(model).values() if len(names) > 1 for name in names}
     own_names = [IN_TREE_LEAVES.get(name, name) if is_in_tree else name for name in lora.modules_to_save]
-    is_tied = any(f".{path}".endswith(f".{name}") for path in shared for name in own_names)
+    is_tied = any(path.endswith(name) for path in shared for name in own_names)
     if is_tied and is_in_tree:
         raise ConfigurationError(
             "lora.modules_to_save: embedding and head of this in-tree model share their weight: leave them out"
@@ -67,13 +67,13 @@ def with_adapters(model: nn.Module, config: Any, seed: int, device: torch.device
     # peft warns if the config names another base model. Saved configs are in inference mode, which freezes adapters.
     config.base_model_name_or_path, config.inference_mode = None, False
     leaves = {path.rpartition(".")[2] for path, part in model.named_modules() if isinstance(part, nn.Linear)}
-    owners = {path: path.rpartition(".")[2] for path, part in model.named_modules() if part._parameters}
+    owners = {path for path, part in model.named_modules() if part._parameters}
     for name in config.modules_to_save or ():
         if name in config.target_modules if isinstance(config.target_modules, set) else name == config.target_modules:
             raise ConfigurationError(f"lora: {name!r} is in targets and in modules_to_save: leave it out of one")
-        if name not in owners and name not in owners.values():
-            raise ConfigurationError(f"lora.modules_to_save: no module with weights is called {name!r}; "
-                                     f"{did_you_mean(name, sorted({*owners.values()}))}")  # fmt: skip
+        if not any(path.endswith(name) for path in owners):
+            near = did_you_mean(name, sorted({path.rpartition(".")[2] for path in owners}))
+            raise ConfigurationError(f"lora.modules_to_save: no module with weights is called {name!r}; {near}")
     try:
         adapted: Any = get_peft_model(model, config)
     except ValueError as error:
