@@ -47,7 +47,7 @@ def tokens_per_chunk(vocab: int, chunk: LossChunk = "small") -> int:
 @dataclass(frozen=True, slots=True)
 class Lora:
     """LoRA adapters of rank `r` on the linear layers `targets`; (): those that peft uses for this kind of model.
-    `upcast`: adapters compute in fp32 beside 16-bit weights, so peft casts their inputs. `dora`: with a trained norm for
+    `upcast`: adapters compute in fp32 beside 16-bit weights, so peft casts their inputs. `dora`: with a trained norm of
     each output. `modules_to_save`: modules of which a copy is trained."""
 
     r: int = 16

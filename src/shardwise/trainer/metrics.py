@@ -204,9 +204,9 @@ class StepRecords:  # collects the results of steps, measures the speed, and wri
     def to_extra(self) -> dict[str, Any]:
         """Return the part of the records that a checkpoint saves. Infinity becomes None, for JSON."""
         lowest = None if math.isinf(self.divergence.lowest) else self.divergence.lowest
-        sums: dict[str, Any] = {"loss_sum": self.loss_sum, "num_targets": self.num_targets, "first_loss": self.first_loss}
-        sums |= {"measured": list(self.measured)} if self.measured else {}
-        return {**sums, "lowest": lowest, "losses": list(self.divergence.losses)}
+        sums = {"loss_sum": self.loss_sum, "num_targets": self.num_targets, "first_loss": self.first_loss}
+        measured = {"measured": list(self.measured)} if self.measured else {}
+        return {**sums, **measured, "lowest": lowest, "losses": list(self.divergence.losses)}
 
     def from_extra(self, extra: Mapping[str, Any], is_same_data: bool = True) -> None:
         self.loss_sum, self.num_targets = extra["loss_sum"], extra["num_targets"]

@@ -1,4 +1,4 @@
-"""Objectives: the next token, or the preference for a chosen answer over a rejected one.
+"""Losses of the next token, and of the preference for a chosen answer over a rejected one.
 
 An objective returns sums over a batch. The loss comes first, then the measures that a row of metrics shows. All sums
 are divided by the number of targets (of the next token) or of pairs in the batches of all ranks and micro-batches, so
