@@ -158,7 +158,7 @@ def test_experts_are_planned_in_every_dtype() -> None:
 
 def test_adapters_save_what_they_read_and_frozen_layers_nothing() -> None:
     model, shape = in_tree(kv_heads=2)
-    adapted = with_adapters(model, adapters_for(LoraSettings(r=16), True), 1, torch.device("cpu"))
+    adapted = with_adapters(model, adapters_for(LoraSettings(r=16), model), 1, torch.device("cpu"))
     planned, probed = both((adapted, shape), 2, 256, lora=Lora(r=16))
     assert set(planned) == set(probed)
     blocks = {unit: work for unit, work in probed.items() if unit.rpartition(".")[2].isdigit()}

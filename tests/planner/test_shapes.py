@@ -3,6 +3,7 @@
 import warnings
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -63,10 +64,10 @@ def hugging_face(name: str, dtype: torch.dtype = torch.float32) -> tuple[ModelSh
     return replace(shape_of_config(values), dtype=dtype_of(dtype)), model
 
 
-def adapted(model: nn.Module, r: int, targets: tuple[str, ...], is_in_tree: bool) -> nn.Module:
+def adapted(model: nn.Module, r: int, targets: tuple[str, ...], **changes: Any) -> nn.Module:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        config = adapters_for(settings.Lora(r=r, targets=targets), is_in_tree)
+        config = adapters_for(settings.Lora(r=r, targets=targets, **changes), model)
         return with_adapters(model, config, 0, torch.device("cpu"))
 
 
@@ -107,7 +108,7 @@ def test_units_of_blocks_that_are_cut(
     monkeypatch.setattr(limits, "LARGE_PART", limit[1])
     shape, model = hugging_face(name)
     if lora and name != "mixtral":
-        model = adapted(model, 4, TARGETS.get(name, ("k_proj",)), is_in_tree=False)
+        model = adapted(model, 4, TARGETS.get(name, ("k_proj",)))
         assert units_of(shape, Lora(4, TARGETS.get(name, ("k_proj",)))) == find_units(model)
     else:
         assert units_of(shape) == find_units(model)
@@ -119,7 +120,7 @@ def test_units_of_blocks_that_are_cut(
 @pytest.mark.parametrize("tied", [False, True])
 def test_units_with_adapters_in_the_in_tree_transformer(tied: bool, targets: tuple[str, ...]) -> None:
     shape, model = in_tree(tied=tied)
-    assert units_of(shape, Lora(4, targets)) == find_units(adapted(model, 4, targets, is_in_tree=True))
+    assert units_of(shape, Lora(4, targets)) == find_units(adapted(model, 4, targets))
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3, tied", "mistral", "gpt2", "gpt2, long"])
@@ -127,13 +128,29 @@ def test_units_with_adapters_in_the_in_tree_transformer(tied: bool, targets: tup
 def test_units_with_adapters_in_models_of_transformers(name: str, default: bool) -> None:
     targets = () if default else TARGETS.get(name, ("k_proj", "down_proj", "lm_head"))
     shape, model = hugging_face(name)
-    assert units_of(shape, Lora(8, targets)) == find_units(adapted(model, 8, targets, is_in_tree=False))
+    assert units_of(shape, Lora(8, targets)) == find_units(adapted(model, 8, targets))
+
+
+@pytest.mark.parametrize("copied", [(), ("lm_head",), ("embed_tokens",), ("embed_tokens", "lm_head", "norm")])
+@pytest.mark.parametrize("name", ["llama", "qwen3, tied"])
+def test_units_with_norms_and_copies(name: str, copied: tuple[str, ...]) -> None:
+    shape, model = hugging_face(name)
+    lora = Lora(8, ("all-linear",), dora=True, modules_to_save=copied)
+    assert units_of(shape, lora) == find_units(adapted(model, 8, ("all-linear",), dora=True, modules_to_save=copied))
+    found = [unit.name for unit in units_of(shape, lora)]
+    assert set(found) == set(works_of(shape, Training(seq=32, lora=lora))) - {"loss"}
+
+
+def test_units_of_an_in_tree_transformer_with_a_copy() -> None:
+    shape, model = in_tree(tied=False)
+    changed = adapted(model, 4, ("all-linear",), dora=True, modules_to_save=("lm_head",))
+    assert units_of(shape, Lora(4, ("all-linear",), dora=True, modules_to_save=("lm_head",))) == find_units(changed)
 
 
 def test_adapters_are_kept_in_fp32_beside_weights_in_16_bits() -> None:
     shape, model = hugging_face("llama", torch.bfloat16)
     units = units_of(shape, Lora(8))
-    assert units == find_units(adapted(model, 8, (), is_in_tree=False))
+    assert units == find_units(adapted(model, 8, ()))
     assert {param.dtype for unit in units for param in unit.params if not param.trainable} == {BF16}
 
 

@@ -229,17 +229,17 @@ def _num_tokens(text: str) -> float:
 
 
 def _lora(text: str) -> "Lora":
-    """Parse `16`, or `r=16,targets=q_proj+v_proj,dropout=0.05,upcast`."""
+    """Parse `16`, or `r=16,targets=q_proj+v_proj,dropout=0.05,upcast,dora,modules_to_save=lm_head`."""
     from ..planner.training import Lora
 
     words: dict[str, str] = {}
     parts = [word.strip() for word in text.split(",")]
-    for word in (part for part in parts if part != "upcast"):
+    for word in (part for part in parts if part not in ("upcast", "dora")):
         key, equals, value = word.strip().partition("=")
         key, value = (key, value) if equals else ("r", key)
-        if key not in ("r", "targets", "dropout") or key in words:
+        if key not in ("r", "targets", "dropout", "modules_to_save") or key in words:
             why = f"{key} is given twice" if key in words else f"unknown word {key!r}"
-            raise ConfigurationError(f"--lora: {why} in {text!r}; write r=16,targets=q_proj+v_proj,dropout=0.05,upcast")
+            raise ConfigurationError(f"--lora: {why} in {text!r}; write r=16,targets=q_proj+v_proj,dropout=0.05,dora")
         words[key] = value
     rank = words.get("r", "16")
     if not rank.isdecimal():
@@ -247,5 +247,5 @@ def _lora(text: str) -> "Lora":
     dropout = quantity(words.get("dropout", "0"), {"": 1})
     if dropout is None:
         raise ConfigurationError(f"--lora: dropout {words['dropout']!r} in {text!r} is no number; write dropout=0.05")
-    targets = tuple(words["targets"].split("+")) if "targets" in words else ()
-    return Lora(int(rank), targets, dropout, "upcast" in parts)
+    targets, copied = (tuple(words[k].split("+")) if k in words else () for k in ("targets", "modules_to_save"))
+    return Lora(int(rank), targets, dropout, "upcast" in parts, "dora" in parts, copied)

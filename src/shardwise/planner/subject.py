@@ -127,6 +127,7 @@ def _notes(shape: ModelShape, training: Training) -> Iterator[str]:
     yield NOTES["eager"] if shape.attention == "eager" else ""
     yield NOTES["sends_all"] if shape.sends_all else ""
     yield NOTES["linear"] if shape.attention_every > 1 else ""
+    yield NOTES["dora"] if training.lora is not None and training.lora.dora else ""
     if training.variable_length:
         yield NOTES["variable_length"].format(training.seq, FRAGMENTED, MOST_FRAGMENTED)
 

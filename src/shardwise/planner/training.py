@@ -24,6 +24,7 @@ USUAL_SEQ = 2048
 # Upper limits, larger than any real training.
 MOST = {"seq": 10**8, "micro_batch": 10**6, "num_micro_batches": 10**6}
 MOST_RANK = 10**6
+ALL_LINEAR = "all-linear"  # a target of adapters: all linear layers except the head
 
 # Moments of each parameter (SGD has momentum), and the bytes of one if it does not have the master's dtype: 8-bit
 # moments have one fp32 scale per 256 elements.
@@ -46,12 +47,15 @@ def tokens_per_chunk(vocab: int, chunk: LossChunk = "small") -> int:
 @dataclass(frozen=True, slots=True)
 class Lora:
     """LoRA adapters of rank `r` on the linear layers `targets`; (): those that peft uses for this kind of model.
-    `upcast`: adapters compute in fp32 beside 16-bit weights, so peft casts their inputs."""
+    `upcast`: adapters compute in fp32 beside 16-bit weights, so peft casts their inputs. `dora`: with a trained norm of
+    each output. `modules_to_save`: modules of which a copy is trained."""
 
     r: int = 16
     targets: tuple[str, ...] = ()
     dropout: float = 0.0
     upcast: bool = False
+    dora: bool = False
+    modules_to_save: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if type(self.r) is not int or not 1 <= self.r <= MOST_RANK:

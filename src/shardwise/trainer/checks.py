@@ -58,7 +58,7 @@ def look_ahead(settings: Settings, num_ranks: int, say: Callable[[str], None]) -
             data.mkdir(parents=True, exist_ok=True)
         prepared = prepare(settings, checked.tokenizer, data, say, checked.facts.vocab_size)
         samples, _ = open_samples(settings, checked.tokenizer, prepared, checked.seq_length, say)
-        require_targets(samples, say)
+        require_targets(samples, settings.objective, say)
     except ConfigurationError:
         # Remove what this call created, and nothing that was there before.
         for store in set(data.glob("*")) - before:
@@ -87,11 +87,17 @@ def require_same_names(settings: Settings, checked: Checked) -> None:
         )
 
 
-def require_targets(samples: Samples, say: Callable[[str], None]) -> None:
+def require_targets(samples: Samples, objective: str | None, say: Callable[[str], None]) -> None:
     """Look at evenly spread samples. Refuse the data if none has targets, and warn if some have none."""
-    if samples.windows.is_pairs:
+    if samples.windows.is_pairs and objective is None:
         raise ConfigurationError(
-            "the data are preference rows (chosen, rejected), but the objective is the next token: give rows of answers"
+            "the data are preference rows (chosen, rejected), but the objective is the next token: give --objective "
+            "dpo, or rows of answers"
+        )
+    if objective is not None and not samples.windows.is_pairs:
+        raise ConfigurationError(
+            f"objective {objective} needs preference rows (chosen, rejected), but the data have none: leave it out, or "
+            "give other data"
         )
     stride = -(-samples.num_samples // NUM_SAMPLES_CHECKED)
     numbers = [samples.batch([index]).num_targets for index in range(0, samples.num_samples, stride)]
@@ -124,6 +130,12 @@ def check_all(settings: Settings, num_ranks: int) -> Checked:
     for setting, module, extra in needed:
         if find_spec(module) is None:
             raise ConfigurationError(f"{setting}: {module} is not installed; pip install 'shardwise[{extra}]'")
+    if settings.objective in ("dpo", "hinge", "ipo") and (settings.lora is None or settings.lora_from is not None):
+        why = "all weights are trained" if settings.lora is None else f"the run starts from {settings.lora_from}"
+        raise ConfigurationError(
+            f"objective {settings.objective}: its reference is the model without adapters, but {why}: train new "
+            "adapters (--lora 16; merge earlier ones first: shardwise export --merge), or use simpo or orpo"
+        )
     batching = batching_of(settings, num_ranks)
     facts = check(settings)
     if facts.folder is not None and not settings.train_file and not settings.dataset:

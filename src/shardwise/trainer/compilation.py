@@ -143,7 +143,7 @@ def known_blocks(built: Built, units: Sequence[UnitSpec]) -> KnownBlocks | None:
     if config is None:
         return KnownBlocks(shape, None)
     targets = config.target_modules
-    if not isinstance(targets, set) or not targets <= {*LEAVES, *IN_TREE_LEAVES}:
+    if config.use_dora or not isinstance(targets, set) or not targets <= {*LEAVES, *IN_TREE_LEAVES}:
         return None  # a pattern, or projections that are not counted one by one
     return KnownBlocks(shape, Lora(config.r, tuple(sorted(targets))))
 

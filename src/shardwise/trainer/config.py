@@ -21,8 +21,9 @@ from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
 from ..base.documents import as_strings, read_text, yaml_node, yaml_pairs, yaml_texts, yaml_tree
 from ..base.errors import ConfigurationError, did_you_mean, nearest
 from .data.rows import COLUMNS
+from .models.facts import lora_in
 from .offload import check_strategy, without_unused_folder
-from .settings import FINE_TUNING_RATE, LORA_RATE, Lora, Settings
+from .settings import FINE_TUNING_RATE, LORA_RATE, PREFERENCE_SHARE, Lora, Settings
 from .shapes import PRESETS, TransformerShape
 
 if TYPE_CHECKING:
@@ -108,7 +109,7 @@ def resolve(
         replaced = {key for pair in EITHER if stronger & {*pair} for key in pair} - stronger
         given += [entry for entry in source if entry.key not in replaced]
     values, origins = _merged(given)
-    values, origins = _merged([*given, *_from_preset(values)])
+    values, origins = _merged([*given, *_from_preset(values), *_from_adapter(values)])
     goes_on = file is not None and not _has("offload", [*own, *foreign])
     return Resolved(_typed(values, origins, goes_on), {key: "; ".join(origins.get(key, ["default"])) for key in FIELDS})
 
@@ -234,15 +235,25 @@ def _from_preset(values: Mapping[str, Any]) -> Iterator[Given]:
     """Yield settings that suit the model, except those that the given `values` replace."""
     model = values.get("model", FIELDS["model"].default)
     random_weights = str(values.get("random_weights")).strip().lower() not in FALSE
+    share, pairs = (1.0, "") if values.get("objective") is None else (PREFERENCE_SHARE, ", with pairs")
     if isinstance(model, str) and model in PRESETS:
         for key, value in PRESETS[model].settings.items():
             rivals = RIVALS.get(key, ())
             if not rivals or any(values.get(rival) is None for rival in rivals):
                 yield Given(key, value, f"preset {model}")
-    elif values.get("lora") is not None:
-        yield Given("learning_rate", LORA_RATE, "for adapters")
+    elif values.get("lora") is not None or values.get("lora_from") is not None:
+        yield Given("learning_rate", LORA_RATE * share, f"for adapters{pairs}")
     elif isinstance(model, str) and not model.endswith(".json") and not random_weights:
-        yield Given("learning_rate", FINE_TUNING_RATE, "for pretrained weights")
+        yield Given("learning_rate", FINE_TUNING_RATE * share, f"for pretrained weights{pairs}")
+
+
+def _from_adapter(values: Mapping[str, Any]) -> Iterator[Given]:
+    """Yield the values of `lora` in the adapter that the run starts from."""
+    if isinstance(folder := values.get("lora_from"), str):
+        found = asdict(lora_in(Path(folder).expanduser()))
+        if values.get("lora", {}) is None:
+            raise ConfigurationError(f"lora_from {folder}: it needs lora, but that is none: leave it out")
+        yield Given("lora", found, f"adapter {folder}")
 
 
 def _given(name: str, value: Any, origin: str) -> Given:
@@ -265,6 +276,8 @@ def _plain(key: str, value: Any, origin: str) -> Any:
         value = str(value).lower()
     if isinstance(value, str):
         word = value.strip().lower()
+        if key == "lora" and word.isdecimal():
+            return {"r": word, "alpha": str(2 * int(word))}
         if word in WORDS.get(key, {}):
             return WORDS[key][word]
         if word in ("null", "none") and NoneType in get_args(kind):
@@ -280,8 +293,9 @@ def _plain(key: str, value: Any, origin: str) -> Any:
         for name in value:
             if name not in PARTS[key]:
                 raise ConfigurationError(f"unknown {key} key {name!r} ({origin}); {did_you_mean(name, PARTS[key])}")
-        if isinstance(value.get("targets"), str):
-            value["targets"] = _listed(value["targets"], "+,")
+        for name in ("targets", "modules_to_save"):
+            if isinstance(value.get(name), str):
+                value[name] = _listed(value[name], "+,")
     return value
 
 
@@ -352,6 +366,12 @@ def _typed(values: dict[str, Any], origins: Mapping[str, list[str]], goes_on: bo
         raise _wrong(first["loc"], first["input"], origins) from None
     except ConfigurationError as error:
         raise _with_origins(error, origins) from None
+    if settings.lora_from is not None and settings.lora is not None:
+        for name, value in asdict(lora_in(Path(settings.lora_from).expanduser())).items():
+            if name != "dropout" and (own := getattr(settings.lora, name)) != value:
+                where = "; ".join(origins[f"lora.{name}"])
+                raise ConfigurationError(f"lora.{name}: {own} ({where}), but the adapter in {settings.lora_from} has "
+                                         f"{value}: leave it out")  # fmt: skip
     for name, part in settings.shape.items():  # pydantic takes "yes" for 1
         if isinstance(part, bool) != (PARTS["shape"][name] is bool):
             raise _wrong(("shape", name), values["shape"][name], origins)

@@ -19,7 +19,7 @@ from .compilation import why_not_compiled
 from .data.order import key
 from .data.samples import Batch
 from .metrics import StepRecords, StepResult
-from .models.headloss import loss_sum
+from .objectives import sums
 from .optimizers import learning_rate, set_learning_rate
 from .run_state import Run
 from .settings import interval_of
@@ -89,24 +89,25 @@ def _take_step(run: Run, micro_batches: list[Batch], step: int, num_targets: int
     torch.manual_seed(key(f"dropout of step {step} on rank {run.rank}", run.settings.seed))
     # The engine averages gradients over ranks; the factor num_ranks makes this a sum.
     scale = run.batching.num_ranks / max(num_targets, 1)
-    total = torch.zeros((), device=run.device)
+    total = torch.zeros(1 + len(run.records.measures), device=run.device)
     for index, batch in enumerate(micro_batches):
         is_last = index == len(micro_batches) - 1
         with nullcontext() if is_last else accumulate(run.model):
-            loss = loss_sum(run.model, batch.to(run.device))
-            (loss * scale).backward()
-        total += loss.detach()
+            found = sums(run.model, batch.to(run.device), run.settings)
+            (found[0] * scale).backward()
+        total += found.detach()
     numbers: list[Tensor] = [total]
     if not run.updates_early:
-        numbers.append(run.optimizer.clip_grad_norm(run.settings.max_grad_norm or float("inf")))
+        numbers.append(run.optimizer.clip_grad_norm(run.settings.max_grad_norm or float("inf"))[None])
     run.optimizer.step()
     run.optimizer.zero_grad()
-    return _QueuedStep(step, num_targets, rate, PendingHostCopy(torch.stack(numbers)))
+    return _QueuedStep(step, num_targets, rate, PendingHostCopy(torch.cat(numbers)))
 
 
 @dataclass(frozen=True, slots=True)
 class _QueuedStep:
-    """A step whose numbers are being copied to the host: this rank's loss sum, and the gradient norm if computed."""
+    """A step whose numbers are being copied to the host: this rank's sums of the loss and of the measures of the
+    objective, and the gradient norm if computed."""
 
     step: int
     num_targets: int
@@ -138,10 +139,11 @@ class _HostExchange:
     def start(self, coming: list[Batch], sent: _QueuedStep | None) -> None:
         num_targets = sum(batch.num_targets for batch in coming)
         self._sent = sent
-        loss_sum = 0.0 if sent is None else sent.numbers.read()[0]
+        num_sums = 1 + len(self._records.measures)
+        sums = [0.0] * num_sums if sent is None else sent.numbers.read()[:num_sums]
         stop, save = self._requests.read()
         stops = [float(stop == code) for code in STOP_CODES]
-        vector = torch.tensor([num_targets, loss_sum, float(save), *stops], dtype=torch.float64)
+        vector = torch.tensor([num_targets, float(save), *stops, *sums], dtype=torch.float64)
         with self._channel.ledger.uncounted():
             self._flight = all_reduce(self._channel, vector, "exchange between the hosts", sums=True)
             self._flight.start()
@@ -149,11 +151,12 @@ class _HostExchange:
     def finish(self) -> _Agreed:
         assert self._flight is not None, "start() comes first"
         self._flight.finish()
-        num_targets, loss_sum, save, *stops = self._flight.buffer.tolist()
+        num_targets, save, *others = self._flight.buffer.tolist()
+        stops, (loss_sum, *measured) = others[: len(STOP_CODES)], others[len(STOP_CODES) :]
         stop = next((code for code, num in zip(STOP_CODES, stops, strict=True) if num), None)
         if self._sent is not None:
-            _, *norms = self._sent.numbers.read()
+            norms = self._sent.numbers.read()[1 + len(measured) :]
             norm = norms[0] if norms else None
             step, rate = self._sent.step + 1, self._sent.learning_rate
-            self._records.add(StepResult(step, loss_sum, self._sent.num_targets, norm, rate))
+            self._records.add(StepResult(step, loss_sum, self._sent.num_targets, norm, rate, tuple(measured)))
         return _Agreed(int(num_targets), stop, bool(save))

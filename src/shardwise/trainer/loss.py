@@ -18,7 +18,7 @@ the last bits.
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 import torch.nn.functional as F
@@ -29,7 +29,7 @@ from torch.autograd.function import once_differentiable
 from ..base.errors import ConfigurationError, did_you_mean
 from ..planner.training import LossChunk, tokens_per_chunk
 
-Reduction = Literal["mean", "sum"]
+Reduction = Literal["mean", "sum", "none"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,10 +60,11 @@ def chunked_cross_entropy(
 
     hidden (..., hidden), weight (vocab, hidden), targets (...). The mean is over the targets that are not
     `ignore_index`; if there is none, it is NaN with zero gradients, as in torch. For a mean over several batches, use
-    `reduction="sum"` and divide by the number of targets in all of them. `chunk_tokens` replaces the size of `chunks`.
+    `reduction="sum"` and divide by the number of targets in all of them. "none" returns the loss of each target, and 0
+    where there is none; its backward computes the logits again. `chunk_tokens` replaces the size of `chunks`.
     """
-    if reduction not in ("mean", "sum"):
-        raise ConfigurationError(f"reduction={reduction!r}: {did_you_mean(reduction, ['mean', 'sum'])}")
+    if reduction not in get_args(Reduction):
+        raise ConfigurationError(f"reduction={reduction!r}: {did_you_mean(reduction, get_args(Reduction))}")
     if hidden.shape[:-1] != targets.shape or hidden.shape[-1] != weight.shape[-1]:
         raise ConfigurationError(
             f"hidden {tuple(hidden.shape)}, targets {tuple(targets.shape)} and weight {tuple(weight.shape)} do not "
@@ -79,9 +80,15 @@ def chunked_cross_entropy(
     elif chunk_tokens < 1:
         raise ConfigurationError(f"chunk_tokens={chunk_tokens}: a chunk holds at least one token")
     wide = torch.promote_types(hidden.dtype, torch.float32)
+    shape = targets.shape
     num_targets = (targets != ignore_index).sum().to(wide) if reduction == "mean" else hidden.new_ones((), dtype=wide)
     hidden, targets = hidden.flatten(0, -2), targets.flatten()
     with torch.autocast(device, enabled=False):
+        if reduction == "none":
+            each: Tensor = _TokenLosses.apply(  # type: ignore[no-untyped-call]
+                hidden, weight, targets, chunk_tokens, ignore_index, chunks.is_compiled
+            )
+            return each.view(shape)
         if torch.is_grad_enabled():
             return _ChunkedCrossEntropy.apply(  # type: ignore[no-untyped-call]
                 hidden, weight, targets, num_targets, chunk_tokens, ignore_index, chunks.is_compiled
@@ -117,6 +124,38 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         return _scaled(grad_hidden, scale, ctx.dtype), _scaled(grad_weight, scale, ctx.dtype), *(None,) * 5
 
 
+class _TokenLosses(torch.autograd.Function):
+    """The loss of each token. Its gradients differ from token to token, so they are computed in the backward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, chunk_tokens: int, ignore_index: int, compiles: bool
+    ) -> Tensor:
+        ctx.save_for_backward(hidden, weight, targets)
+        ctx.asked = (chunk_tokens, ignore_index, compiles)
+        wide = torch.promote_types(hidden.dtype, torch.float32)
+        if hidden.device.type != "cuda":
+            hidden, weight = hidden.to(wide), weight.to(wide)
+        losses = targets.new_zeros(targets.shape, dtype=wide)
+        for start in range(0, hidden.shape[0], chunk_tokens):
+            rows = slice(start, start + chunk_tokens)
+            logits = _product(hidden[rows], weight.t(), wide)
+            losses[rows] = logits.logsumexp(1) - logits.gather(1, targets[rows, None].clamp(min=0))[:, 0]
+        return losses.masked_fill_(targets == ignore_index, 0)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight, targets = ctx.saved_tensors
+        chunk_tokens, ignore_index, compiles = ctx.asked
+        # The largest factor is 1, so that 16-bit slopes neither overflow nor underflow with loss scaling.
+        most = grad.abs().max().clamp(min=torch.finfo(grad.dtype).tiny)
+        _, grad_hidden, grad_weight = _sums(
+            hidden, weight, targets, chunk_tokens, ignore_index, ctx.needs_input_grad[:2], compiles, grad / most
+        )
+        return _scaled(grad_hidden, most, hidden.dtype), _scaled(grad_weight, most, hidden.dtype), *(None,) * 4
+
+
 def _scaled(grad: Tensor | None, scale: Tensor, dtype: torch.dtype) -> Tensor | None:
     """Scale in fp32 and round in one pass. Not in place: a retained graph needs the gradient again."""
     return None if grad is None else torch.mul(grad, scale, out=torch.empty_like(grad, dtype=dtype))
@@ -130,8 +169,10 @@ def _sums(
     ignore_index: int,
     needs: tuple[bool, bool],
     is_compiled: bool,
+    factors: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Return the summed loss and its gradients for `hidden` and `weight`, in fp32 (fp64 for fp64 inputs)."""
+    """Return the summed loss and its gradients for `hidden` and `weight`, in fp32 (fp64 for fp64 inputs). The gradients
+    are those of the losses times `factors`, one for each token, if these are given."""
     wide = torch.promote_types(hidden.dtype, torch.float32)
     if hidden.device.type != "cuda":
         # Only CUDA has a product of 16-bit matrices with an fp32 result.
@@ -155,6 +196,8 @@ def _sums(
             if any(needs):
                 slopes = scores.exp_().scatter_(1, wanted, chosen.exp().sub_(1)).to(hidden.dtype)
             del scores
+        if factors is not None:
+            slopes.mul_(factors[rows, None])
         total -= chosen.masked_fill(is_ignored, 0).sum()
         if grad_hidden is not None:
             grad_hidden[rows] = _product(slopes, weight, wide).masked_fill_(is_ignored, 0)

@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -42,6 +43,8 @@ BAR_WIDTH = 30
 _TRAINING: dict[str, Callable[[float], str]] = {
     "loss": "loss {:7.4f}".format,
     "learning_rate": "lr {:.2e}".format,
+    "rewards/margins": "margin {:7.3f}".format,
+    "rewards/accuracies": "right {:4.0%}".format,
     "grad_norm": lambda value: f"norm {value:7.3f}" if value < 1000 else f"norm {value:7.1e}",
     "tokens_per_s": "{:7,.0f} tok/s".format,
     "mfu": "MFU {:5.1%}".format,
@@ -49,6 +52,8 @@ _TRAINING: dict[str, Callable[[float], str]] = {
 _EVALUATION: dict[str, Callable[[float], str]] = {
     "eval_loss": "eval loss {:.4f}".format,
     "eval_perplexity": "perplexity {:.2f}".format,
+    "eval_rewards/margins": "eval margin {:.3f}".format,
+    "eval_rewards/accuracies": "eval right {:.0%}".format,
 }
 _MEMORY = ("now", "peak", "planned", "host", "disk")
 
@@ -62,6 +67,7 @@ class StepResult:
     num_targets: int
     grad_norm: float | None  # None: it was not computed
     learning_rate: float
+    measured: tuple[float, ...] = ()  # sums of what the objective measures
 
     @property
     def loss(self) -> float:
@@ -111,12 +117,14 @@ class StepRecords:  # collects the results of steps, measures the speed, and wri
     may_overflow: bool
     memory_row: Callable[[], Row]  # further numbers of a row
     write: Callable[[Row], None]
+    measures: tuple[str, ...] = ()  # names of what the objective measures
     # Steps and tokens before this start of the run; a resumed run has several starts.
     first_step: int = 0
     first_tokens: int = 0
     # Sums since the last row. They are saved in checkpoints, so that a resumed run writes the same rows.
     loss_sum: float = 0.0
     num_targets: int = 0
+    measured: tuple[float, ...] = ()
     first_loss: float = math.nan
     last_loss: float = math.nan
     complaint: str = ""
@@ -133,6 +141,7 @@ class StepRecords:  # collects the results of steps, measures the speed, and wri
         self.last.append(result)
         self.loss_sum += result.loss_sum
         self.num_targets += result.num_targets
+        self.measured = tuple(map(sum, zip_longest(self.measured, result.measured, fillvalue=0.0)))
         self.pause()
         if math.isnan(self.first_loss):
             self.first_loss = result.loss
@@ -152,6 +161,7 @@ class StepRecords:  # collects the results of steps, measures the speed, and wri
             **({} if result.grad_norm is None else {"grad_norm": result.grad_norm}),
             "learning_rate": result.learning_rate,
             "tokens": self.num_tokens_after(result.step),
+            **{name: each / max(self.num_targets, 1) for name, each in zip(self.measures, self.measured, strict=True)},
         }
         if result.step <= self.logging_steps:
             row["first_loss"] = self.first_loss
@@ -165,7 +175,7 @@ class StepRecords:  # collects the results of steps, measures the speed, and wri
             self.num_timed += self.num_queued
         self._has_rows = True
         self._row_seconds, self.num_queued = 0.0, 0
-        self.loss_sum, self.num_targets = 0.0, 0
+        self.loss_sum, self.num_targets, self.measured = 0.0, 0, ()
 
     def num_tokens_after(self, step: int) -> int:
         return self.first_tokens + (step - self.first_step) * self.tokens_per_step
@@ -195,11 +205,12 @@ class StepRecords:  # collects the results of steps, measures the speed, and wri
         """Return the part of the records that a checkpoint saves. Infinity becomes None, for JSON."""
         lowest = None if math.isinf(self.divergence.lowest) else self.divergence.lowest
         sums = {"loss_sum": self.loss_sum, "num_targets": self.num_targets, "first_loss": self.first_loss}
-        return {**sums, "lowest": lowest, "losses": list(self.divergence.losses)}
+        measured = {"measured": list(self.measured)} if self.measured else {}
+        return {**sums, **measured, "lowest": lowest, "losses": list(self.divergence.losses)}
 
     def from_extra(self, extra: Mapping[str, Any], is_same_data: bool = True) -> None:
         self.loss_sum, self.num_targets = extra["loss_sum"], extra["num_targets"]
-        self.first_loss = extra["first_loss"]
+        self.first_loss, self.measured = extra["first_loss"], tuple(extra.get("measured", ()))
         if is_same_data:  # losses of other data may be of another size
             self.divergence.lowest = math.inf if extra["lowest"] is None else extra["lowest"]
             self.divergence.losses.extend(extra["losses"])

@@ -42,6 +42,7 @@ from .loss import Chunks
 from .metrics import Divergence, Metrics, Progress, StepRecords, json_number
 from .models.build import Built, build
 from .models.headloss import path_of, set_path
+from .objectives import measures_of
 from .offload import is_auto, offload_of, speculation_of, updates_early
 from .optimizers import learning_rate_warning, num_warmup_steps, optimizer_for
 from .out_of_memory import FailureContext, FirstOutOfMemoryError, explain, is_out_of_memory
@@ -262,7 +263,7 @@ def _data(settings: Settings, checked: Checked, say: Say) -> tuple[Prepared, Sam
         patient, lambda: open_samples(settings, tokenizer, prepared, checked.seq_length, say)
     )
     if not has_launcher():  # the launcher has checked this
-        all_or_none(patient, lambda: require_targets(samples, say))
+        all_or_none(patient, lambda: require_targets(samples, settings.objective, say))
     return prepared, samples, eval_samples
 
 
@@ -364,4 +365,5 @@ def _records(run: Run) -> StepRecords:
         may_overflow=precision.loss_scaling or settings.skip_nonfinite,
         memory_row=run.memory_row,
         write=run.write,
+        measures=measures_of(settings),
     )

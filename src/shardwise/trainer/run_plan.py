@@ -113,7 +113,7 @@ def draft(
     batching, seq = checked.batching, checked.seq_length
     training = Training(
         seq=seq,
-        micro_batch=batching.micro_size,
+        micro_batch=batching.micro_size * (1 if settings.objective is None else 2),  # a pair has two sequences
         num_micro_batches=batching.num_micro,
         precision=settings.precision or "bf16",
         reduce=settings.reduce_dtype,

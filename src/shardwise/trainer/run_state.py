@@ -22,8 +22,8 @@ from .data.samples import Batch, Samples
 from .metrics import Metrics, Progress, Row, StepRecords, memory_row
 from .models.build import Built
 from .models.export import export
-from .models.headloss import loss_sum
 from .models.sample import Sampling, sample
+from .objectives import sums
 from .optimizers import learning_rate
 from .run_checkpoints import Saves
 from .run_folder import EXPORT
@@ -101,7 +101,8 @@ class Run:
         """Return this rank's part of a step, in host memory from which the device can copy without waiting."""
         if step >= self.num_steps:
             return []
-        batches = [self.samples.batch(share) for share in self.batching.share(self.samples_of(step), self.rank)]
+        shares = self.batching.share(self.samples_of(step), self.rank)
+        batches = [self.samples.batch(share).trimmed() for share in shares]
         return [batch.pinned() for batch in batches] if self.device.type == "cuda" else batches
 
     def write(self, row: Row) -> None:
@@ -128,18 +129,22 @@ class Run:
         batch_size = self.settings.per_device_eval_batch_size or self.batching.micro_size
         was_training = model.training
         model.eval()
-        total, num_targets = torch.zeros((), dtype=torch.float64, device=device), 0
+        measures, num_targets = self.records.measures, 0
+        total = torch.zeros(1 + len(measures), dtype=torch.float64, device=device)
         for first in range(0, num_samples, batch_size * hosts.num_ranks):
             mine = range(first + hosts.index * batch_size, first + (hosts.index + 1) * batch_size)
             batch = samples.batch([chosen[min(index, num_samples - 1)] for index in mine])
             batch = batch.with_first_targets(min(max(num_samples - mine.start, 0), batch_size))
             num_targets += batch.num_targets
-            total += loss_sum(model, batch.to(device))
+            total += sums(model, batch.trimmed().to(device), self.settings)
         model.train(was_training)
-        sums = exchange(hosts, (float(total), num_targets))
-        self.eval_loss = math.fsum(part for part, _ in sums) / max(sum(number for _, number in sums), 1)
+        parts = exchange(hosts, (total.tolist(), num_targets))
+        whole = max(sum(number for _, number in parts), 1)
+        self.eval_loss, *measured = (math.fsum(each) / whole for each in zip(*(part for part, _ in parts), strict=True))
         self.activity = ""
-        self.write({"step": step, "eval_loss": self.eval_loss, "eval_perplexity": math.exp(min(self.eval_loss, 700.0))})
+        row = {f"eval_{name}": value for name, value in zip(measures, measured, strict=True)}
+        row |= {} if measures else {"eval_perplexity": math.exp(min(self.eval_loss, 700.0))}
+        self.write({"step": step, "eval_loss": self.eval_loss, **row})
 
     def save(self, step: int) -> None:
         if self.saved_step == step:

@@ -60,6 +60,7 @@ def banner(run: Run) -> str:
         f"{plural(samples.num_samples, 'sample')} of {seq_length:,}{evaluation}{tokenizer}",
         "training": f"{steps}, {settings.optimizer}, lr {settings.learning_rate:g} "
         f"({settings.lr_scheduler_type}{warmup})",
+        "objective": "" if settings.objective is None else f"{settings.objective} on pairs, beta {settings.dpo_beta:g}",
         "compile": str(run.planned.compilation),
         "memory": _device_memory(run, held),
         "host": _host_memory(run, engine, held),
@@ -156,9 +157,10 @@ def _losses(run: Run) -> str:
         words.append(f"{first:.4f} -> {last:.4f}")
     if run.eval_loss is not None:
         # For a larger loss, the perplexity is meaningless and may not fit into a float.
-        perplexity = f" (perplexity {math.exp(run.eval_loss):.2f})" if run.eval_loss < 50 else ""
+        is_plain = run.eval_loss < 50 and run.settings.objective is None
+        perplexity = f" (perplexity {math.exp(run.eval_loss):.2f})" if is_plain else ""
         words.append(f"evaluation {run.eval_loss:.4f}{perplexity}")
-    if words and run.is_first:
+    if words and run.is_first and run.settings.objective is None:
         words.append(f"unigram entropy {unigram_entropy(run.samples):.4f}")
     return ", ".join(words)
 

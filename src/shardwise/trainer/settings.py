@@ -15,20 +15,29 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 from ..base.errors import ConfigurationError, did_you_mean
-from ..planner.training import num_bytes_of
+from ..planner.training import ALL_LINEAR, num_bytes_of
 
 
 @dataclass(frozen=True, slots=True)
 class Lora:
-    """Low-rank adapters of peft. Without targets, peft chooses the modules for the architecture."""
+    """Low-rank adapters of peft. Without targets, peft chooses the modules for the architecture. `rslora`: the scale is
+    alpha / sqrt(r) instead of alpha / r. `dora`: the norms of the weights are trained, too. `modules_to_save`: modules
+    of which a copy is trained as a whole."""
 
     r: int = field(default=16, metadata={"least": 1})
     alpha: float = field(default=32.0, metadata={"above": 0})
     dropout: float = field(default=0.0, metadata={"least": 0, "below": 1})
     targets: tuple[str, ...] = ()
+    rslora: bool = False
+    dora: bool = False
+    modules_to_save: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         _check_limits(self, "lora.")
+        if ALL_LINEAR in self.targets and len(self.targets) > 1:
+            raise ConfigurationError(
+                f"lora.targets: {', '.join(self.targets)}: {ALL_LINEAR} stands alone; leave out the rest"
+            )
 
 
 def setting(panel: str, default: Any, help: str, **limits: float) -> Any:  # noqa: A002, as in typer
@@ -45,18 +54,23 @@ LIMITS = {
 }
 MODEL, DATA, BATCH, TRAINING = "Model", "Data", "Batch", "Training"
 SHARDING, RUN, LAUNCH = "Sharding", "Run folder", "Launch"
-# Default learning rates of fine-tuning: for all weights of a pretrained model, and for adapters.
-FINE_TUNING_RATE, LORA_RATE = 2e-5, 2e-4
+# Default learning rates of fine-tuning: for all weights of a pretrained model, and for adapters; with an objective of
+# preference, a twentieth of these.
+FINE_TUNING_RATE, LORA_RATE, PREFERENCE_SHARE = 2e-5, 2e-4, 0.05
 Tracker = Literal["tensorboard", "wandb"]
 TrainRole = Literal["assistant", "user", "system", "tool", "all", "last"]
 Backend = Literal["c10d", "static", "etcd", "etcd-v2"]
 Compile = Literal["auto", "on", "off"]
 AnyLossChunk = Literal["auto", "small", "large"]
+Objective = Literal["dpo", "hinge", "ipo", "simpo", "orpo"]
 DEFAULT_GLOBAL_BATCH = 16
 DEEPSPEED_SCHEDULES = ("warmup-lr", "warmup-decay-lr", "warmup-cosine-lr")
-SETTINGS_OF_SCHEDULES = {  # the schedules that read each of these settings
-    "decay_steps": ("wsd",),
-    **dict.fromkeys(("warmup_type", "warmup_min_ratio", "schedule_steps"), DEEPSPEED_SCHEDULES),
+READ_BY: dict[str, tuple[str, tuple[str, ...]]] = {  # settings that only some values of another setting read
+    "decay_steps": ("lr_scheduler_type", ("wsd",)),
+    **dict.fromkeys(("warmup_type", "warmup_min_ratio", "schedule_steps"), ("lr_scheduler_type", DEEPSPEED_SCHEDULES)),
+    "dpo_beta": ("objective", get_args(Objective)),
+    "label_smoothing": ("objective", ("dpo", "simpo")),
+    "simpo_gamma": ("objective", ("simpo",)),
 }
 
 
@@ -67,7 +81,8 @@ class Settings:
     shape: dict[str, int | bool] = field(default_factory=dict, metadata={"panel": MODEL, "help": "Changes to an in-tree shape, as in shape.layers=8. Keys: vocab, hidden, layers, heads, kv_heads, ffn, max_seq, tied."})
     random_weights: bool = setting(MODEL, False, "Start a Hugging Face model from random weights instead of those in its folder.")
     tokenizer: str | None = setting(MODEL, None, "Folder or id of a tokenizer, or 'bytes'. Default: the model's own, otherwise bytes.")
-    lora: Lora | None = setting(MODEL, None, "Train low-rank adapters only: r=16,alpha=32 and, if needed, dropout=0.05 and targets=q_proj+v_proj.")
+    lora: Lora | None = setting(MODEL, None, "Train low-rank adapters only: 16 (short for r=16,alpha=32: alpha is twice r), or r=16,alpha=32 and, if needed, dropout=0.05, targets=q_proj+v_proj or targets=all-linear (all linear layers except the head), rslora=true, dora=true, and modules_to_save=embed_tokens+lm_head (trained as a whole).")
+    lora_from: str | None = setting(MODEL, None, "Start from the adapter in this folder, which gives all values of lora; only its dropout may be changed.")
     gradient_checkpointing: Literal["none", "selective", "full"] = setting(MODEL, "none", "Recompute activations of blocks in the backward: none, selective or full. Without a value: full.")
     compile: Compile = setting(MODEL, "auto", "Compile each block with torch.compile: auto (on GPUs, if the run is long enough to save more time than that takes), on or off. Without a value: on. true and false are on and off.")
     loss_chunk: AnyLossChunk = setting(MODEL, "auto", "Logits that exist at a time in the loss: small (256 MB), large (1 GB, faster if the vocabulary is large), or auto (on GPUs large, if the plan says that it fits and is faster).")
@@ -95,8 +110,12 @@ class Settings:
 
     max_steps: int | None = setting(TRAINING, None, "Total number of steps. Default: given by the epochs.", least=1)
     num_train_epochs: float | None = setting(TRAINING, None, "Passes over the data, if max-steps is not given. Default: 1.", above=0)
+    objective: Objective | None = setting(TRAINING, None, "Train on pairs of a chosen and a rejected answer: dpo, hinge or ipo (with the model without its adapters as the reference), simpo or orpo (without a reference). Default: the next token.")
+    dpo_beta: float = setting(TRAINING, 0.1, "Beta of the objective for pairs; the weight of the odds ratio for orpo.", above=0)
+    label_smoothing: float = setting(TRAINING, 0.0, "Share of pairs whose answers are assumed to be swapped, for dpo and simpo.", least=0, below=0.5)
+    simpo_gamma: float = setting(TRAINING, 0.5, "Margin between the rewards of both answers, for simpo.", least=0)
     optimizer: Literal["adamw", "adamw8bit", "sgd"] = setting(TRAINING, "adamw", "Optimizer: adamw, adamw8bit (8-bit moments, needs torchao) or sgd.")
-    learning_rate: float = setting(TRAINING, 3e-4, f"Peak learning rate. Default for fine-tuning: {FINE_TUNING_RATE:g} for all weights of a pretrained model, {LORA_RATE:g} for adapters.", least=0)
+    learning_rate: float = setting(TRAINING, 3e-4, f"Peak learning rate. Default for fine-tuning: {FINE_TUNING_RATE:g} for all weights of a pretrained model, {LORA_RATE:g} for adapters; for pairs a twentieth of these.", least=0)
     lr_scheduler_type: Literal["cosine", "linear", "constant", "wsd", "warmup-lr", "warmup-decay-lr", "warmup-cosine-lr"] = setting(TRAINING, "cosine", "Schedule after the warm-up: cosine, linear, constant, or wsd (constant, then down in decay-steps). warmup-lr, warmup-decay-lr and warmup-cosine-lr are exactly DeepSpeed's.")
     warmup_steps: float = setting(TRAINING, 0, "Number of warm-up steps, in which the learning rate grows from 0; below 1: part of all steps.", least=0)
     warmup_type: Literal["linear", "log"] = setting(TRAINING, "linear", "Shape of the warm-up, for DeepSpeed's schedules.")
@@ -180,11 +199,11 @@ class Settings:
                 raise ConfigurationError(
                     f"{name}: {steps:g} is no number of steps; below 1 it is a part of all of them"
                 )
-        for name, schedules in SETTINGS_OF_SCHEDULES.items():
-            value, schedule = getattr(self, name), self.lr_scheduler_type
-            if value != defaults[name] and schedule not in schedules:
-                needed = f"{name} {value} belongs to lr_scheduler_type {', '.join(schedules)}"
-                raise ConfigurationError(f"{needed}, but that is {schedule}")
+        for name, (other, readers) in READ_BY.items():
+            value, chosen = getattr(self, name), getattr(self, other)
+            if value != defaults[name] and chosen not in readers:
+                needed = f"{name} {value} belongs to {other} {', '.join(readers)}"
+                raise ConfigurationError(f"{needed}, but that is {chosen}")
         num_nodes(self.nnodes)
         num_bytes_of(self.speculation)
         parse_units(self.units)
@@ -236,7 +255,8 @@ def settings_from_json(text: str) -> Settings:
     values = json.loads(text)
     values |= {name: tuple(value) for name, value in values.items() if isinstance(value, list)}
     if values["lora"] is not None:
-        values["lora"] = Lora(**{**values["lora"], "targets": tuple(values["lora"]["targets"])})
+        lists = {name: tuple(values["lora"].get(name, ())) for name in ("targets", "modules_to_save")}
+        values["lora"] = Lora(**{**values["lora"], **lists})
     return Settings(**values)
 
 

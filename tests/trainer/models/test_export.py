@@ -37,7 +37,7 @@ def trained(settings: Settings, run: Path) -> Any:
 
     model: Any = AutoModelForCausalLM.from_pretrained(settings.model)
     if settings.lora is not None:
-        model = get_peft_model(model, adapters_for(settings.lora, is_in_tree=False))
+        model = get_peft_model(model, adapters_for(settings.lora, model))
     torch.manual_seed(11)
     with torch.no_grad():
         for param in model.parameters():

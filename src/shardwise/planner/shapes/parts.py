@@ -7,6 +7,7 @@ from math import prod
 
 from ...base.errors import ConfigurationError, did_you_mean
 from ...core.schedule.model import parts_of
+from ..training import Lora
 
 WRAPPER = "base_model.model."  # peft's prefix of every name
 
@@ -25,6 +26,7 @@ class Part:
     is_embedding: bool = False
     is_tied: bool = False
     is_adapter: bool = False
+    is_copy: bool = False  # trained instead of a module that is frozen beside it
 
     @property
     def num_elems(self) -> int:
@@ -82,8 +84,9 @@ def other(num_elems: int) -> Iterator[Part]:
         yield vectors("other", num_elems)
 
 
-def with_adapters(parts: Parts, r: int, targets: Sequence[str]) -> Parts:
-    """Add adapters, like peft, to every projection whose path ends in one of the targets."""
+def with_adapters(parts: Parts, lora: Lora, targets: Sequence[str], copied: Sequence[str]) -> Parts:
+    """Add adapters, like peft, to every projection whose path ends in one of the targets, and copies of the modules
+    whose path ends in the letters of one of `copied`."""
     example = f"{parts.blocks[0][0]}."
     paths = [part.path for part in (*parts.before, *parts.after) if part.fan]
     kinds = {id(block): block for _, block in parts.blocks}
@@ -92,14 +95,26 @@ def with_adapters(parts: Parts, r: int, targets: Sequence[str]) -> Parts:
         if not any(_ends_in(path, (target,)) for path in paths):
             leaves = {path.rpartition(".")[2] for path in paths}
             raise ConfigurationError(f"lora: no projection is called {target!r}; {did_you_mean(target, leaves)}")
+    every = [part.path for part in (*parts.before, *parts.after)]
+    every += [example + part.path for block in kinds.values() for part in block]
+    for name in copied:
+        if not any(path.endswith(name) for path in every):
+            leaves = {path.rpartition(".")[2] for path in every}
+            raise ConfigurationError(
+                f"lora.modules_to_save: no module is called {name!r}; {did_you_mean(name, leaves)}"
+            )
 
     def adapted(part: Part, around: str = "") -> list[Part]:
+        if (around + part.path).endswith(tuple(copied)):
+            copy = replace(part, path=f"{part.path}.modules_to_save.default", is_copy=True)
+            return [replace(part, path=f"{part.path}.original_module"), copy]
         if part.fan is None or not _ends_in(around + part.path, targets):
             return [part]
         fan_in, fan_out = part.fan
-        inward = Part(f"{part.path}.lora_A.default", (("weight", (r, fan_in)),), is_adapter=True)
-        outward = Part(f"{part.path}.lora_B.default", (("weight", (fan_out, r)),), is_adapter=True)
-        return [replace(part, path=f"{part.path}.base_layer"), inward, outward]
+        sizes = {"lora_A": (lora.r, fan_in), "lora_B": (fan_out, lora.r)}
+        sizes |= {"lora_magnitude_vector": (fan_out,)} if lora.dora else {}
+        added = [Part(f"{part.path}.{k}.default", (("weight", size),), is_adapter=True) for k, size in sizes.items()]
+        return [replace(part, path=f"{part.path}.base_layer"), *added]
 
     def wrapped(group: tuple[Part, ...]) -> tuple[Part, ...]:
         return tuple(replace(new, path=WRAPPER + new.path) for part in group for new in adapted(part))

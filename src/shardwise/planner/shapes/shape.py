@@ -13,7 +13,7 @@ from typing import Any, Literal, get_args
 from ...base.dtypes import FP32, DType
 from ...base.errors import ConfigurationError, did_you_mean, require_limits
 from ...core.schedule.model import ROOT, Param, Site, UnitSpec, least_outside
-from ..training import Lora
+from ..training import ALL_LINEAR, Lora
 from .parts import Block, Part, Parts, linear, other, vectors, with_adapters
 
 Norm = Literal["rms", "rms-fp32", "layer"]
@@ -215,13 +215,14 @@ def _units(shape: ModelShape, lora: Lora | None) -> tuple[UnitSpec, ...]:
     # `find_units` recognises blocks of transformers by class, and those of the in-tree model by repetition.
     splits_blocks = shape.code == "hf" or shape.layers > 1
     if lora is not None:
-        parts = with_adapters(parts, lora.r, targets_of(shape, lora))
-    tied = next((Site(part.path, "weight") for part in parts.after if part.is_tied), None)
+        parts = with_adapters(parts, lora, targets_of(shape, lora), _copied(shape, lora))
+    # The embedding, and its copy if there is one, with the path of the head that shares its weight.
+    tied = dict(zip(parts.before, (Site(part.path, "weight") for part in parts.after if part.is_tied), strict=False))
     least = least_outside(max(block.num_elems for _, block in parts.blocks)) if splits_blocks else parts.num_elems + 1
     owned: dict[str, list[Param]] = {ROOT: []}
 
     def params_of(part: Part, path: str) -> list[Param]:
-        trainable, dtype = lora is None or part.is_adapter, FP32 if part.is_adapter else shape.dtype
+        trainable, dtype = lora is None or part.is_adapter or part.is_copy, FP32 if part.is_adapter else shape.dtype
         return [
             Param(f"{path}.{attribute}", size, dtype, trainable, (Site(path, attribute),), part.is_embedding)
             for attribute, size in part.params
@@ -232,8 +233,8 @@ def _units(shape: ModelShape, lora: Lora | None) -> tuple[UnitSpec, ...]:
             params = params_of(part, part.path)
             if part.is_tied:
                 del params[0]
-            elif tied is not None and part is parts.before[0]:
-                owned[ROOT].append(replace(params[0], sites=(*params[0].sites, tied)))
+            elif part in tied:
+                owned[ROOT].append(replace(params[0], sites=(*params[0].sites, tied[part])))
                 del params[0]
             owned.setdefault(part.path if part.num_elems >= least else ROOT, []).extend(params)
 
@@ -257,7 +258,7 @@ def _units(shape: ModelShape, lora: Lora | None) -> tuple[UnitSpec, ...]:
             tuple(params),
             name in holding,
             # Only the backward of an embedding does not read its weight.
-            not all(param.is_table for param in params) or (name == ROOT and tied is not None),
+            not all(param.is_table for param in params) or (name == ROOT and bool(tied)),
         )
         for name, params in owned.items()
     )
@@ -265,12 +266,15 @@ def _units(shape: ModelShape, lora: Lora | None) -> tuple[UnitSpec, ...]:
 
 _IN_TREE_WORDS = {
     "q_proj": "query", "k_proj": "key", "v_proj": "value", "o_proj": "out", "gate_proj": "gate", "up_proj": "up",
-    "down_proj": "down",
+    "down_proj": "down", "embed_tokens": "embed", "lm_head": "head",
 }  # fmt: skip
 
 
 def targets_of(shape: ModelShape, lora: Lora) -> tuple[str, ...]:
     """Return the requested targets, or peft's choice for the family (queries and values, however they are made)."""
+    if lora.targets == (ALL_LINEAR,):
+        parts = (part for _, block in parts_in(shape).blocks for part in block if part.fan)
+        return tuple(dict.fromkeys(part.path.rpartition(".")[2] for part in parts))
     if shape.code == "in-tree":
         return tuple(_IN_TREE_WORDS.get(name, name) for name in lora.targets) or ("query", "value")
     if shape.num_positions or shape.fused_qkv:
@@ -279,9 +283,21 @@ def targets_of(shape: ModelShape, lora: Lora) -> tuple[str, ...]:
     return lora.targets or usual
 
 
+def _copied(shape: ModelShape, lora: Lora) -> tuple[str, ...]:
+    """Return the modules that are copied. A table that is also the head stays so, as in the trainer."""
+    _, words, _, _, head = _NAMING[_naming(shape)]
+    own = _IN_TREE_WORDS if shape.code == "in-tree" else {}
+    names = tuple(own.get(name, name) for name in lora.modules_to_save)
+    both = (words.rpartition(".")[2], head)
+    return (*names, *both) if shape.tied and {*both} & {*names} else names
+
+
+def _naming(shape: ModelShape) -> str:
+    return "in-tree" if shape.code == "in-tree" else "gpt" if shape.num_positions else "llama"
+
+
 def parts_in(shape: ModelShape) -> Parts:
-    names = "in-tree" if shape.code == "in-tree" else "gpt" if shape.num_positions else "llama"
-    make_block, words, blocks, norm, head = _NAMING[names]
+    make_block, words, blocks, norm, head = _NAMING[_naming(shape)]
     tables = {words: shape.vocab} | ({"transformer.wpe": shape.num_positions} if shape.num_positions else {})
     kinds = {id(kind): kind for kind in shape.kinds}
     made = {key: Block(make_block(kind)) for key, kind in kinds.items()}

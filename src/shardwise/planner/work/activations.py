@@ -152,8 +152,9 @@ def _habits(shape: ModelShape, training: Training) -> Habits:
 def _works(shape: ModelShape, training: Training) -> tuple[tuple[str, Work], ...]:
     itemsize = training.formats.compute.itemsize
     units = units_of(shape, training.lora)
-    # Units outside of blocks, by the last part of their path.
-    leaves = {unit.path.rpartition(".")[2]: unit.name for unit in reversed(units)}
+    # Units outside of blocks, by the last part of their path. A copy does the work of the module that it replaces.
+    paths = {unit.name: unit.path.removesuffix(".modules_to_save.default") for unit in units}
+    leaves = {path.rpartition(".")[2]: name for name, path in reversed(paths.items())}
     embed = leaves.get("embed") or leaves.get("embed_tokens") or leaves.get("wte")
     positions, head = leaves.get("wpe"), leaves.get("head") or leaves.get("lm_head")
     block_names = [unit.name for unit in units if unit.path.rpartition(".")[2].isdigit()]
@@ -176,6 +177,7 @@ def _works(shape: ModelShape, training: Training) -> tuple[tuple[str, Work], ...
     run_end = partial(end, shape, training)
     habits = _habits(shape, replace(training, compile=False))
     works[head or LOSS] = measure(run_end, num_elems, itemsize, habits, kind="loss")
+    works |= {name: Work(0, 0, 0, 0) for name, path in paths.items() if path.endswith(".original_module")}
     names = {unit.name for unit in units}
     return tuple((name, work) for name, work in works.items() if name in names or name == LOSS)
 

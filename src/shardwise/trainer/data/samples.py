@@ -20,6 +20,7 @@ from .tokenizer import Tokenizer
 from .windows import NOT_TRAINED, Windows, make_windows
 
 _ENTROPY_TOKENS = 2**22  # tokens to count; more would change only the fourth digit of the entropy
+_COLUMNS = 64  # the width of a batch of pairs is a multiple of this
 _STRETCH = 2**14  # consecutive tokens that are read at once
 
 
@@ -32,7 +33,17 @@ class Batch:
 
     @property
     def num_targets(self) -> int:
-        return int((self.targets != NOT_TRAINED).sum())
+        """The number of tokens to predict, or of pairs in which both answers have some."""
+        is_target = self.targets != NOT_TRAINED
+        return int((is_target if self.rows_per_sample == 1 else is_target.any(1).view(-1, 2).all(1)).sum())
+
+    def trimmed(self) -> "Batch":
+        """The batch of pairs without the columns at its end that only have padding."""
+        if self.rows_per_sample == 1:
+            return self
+        used = int((self.targets != NOT_TRAINED).any(0).nonzero().amax() + 1) if self.num_targets else 1
+        width = min(-(-used // _COLUMNS) * _COLUMNS, self.tokens.shape[1])
+        return self._each(lambda tensor: tensor[:, :width].contiguous())
 
     def to(self, device: torch.device) -> "Batch":
         return self._each(lambda tensor: tensor.to(device, non_blocking=True))

@@ -7,6 +7,7 @@ if built.weights is not None:
 """
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from .facts import ModelFacts, check, in_tree_shape, require_vocabulary, shape_i
 from .fused_parts import use_fused_parts
 from .headloss import LossPath, find_path, has_plain_head, set_path
 from .llama import IN_TREE_LEAVES
-from .lora import adapters_for, with_adapters
+from .lora import adapters_for, with_adapters, with_beginnings, with_stored
 from .weights import LazyWeights, hugging_face_weights, in_tree_weights, names_by_tensor, stored_tensors
 
 
@@ -66,11 +67,19 @@ def build(
         layers, width, active = _work_of(model.config.get_text_config())
     num_lookup_elems = _num_lookup_elems(model)
     if settings.lora is not None and adapters is None:
-        adapters = adapters_for(settings.lora, is_in_tree)
+        lora = settings.lora
+        needs = {"lora.dora": lora.dora, "lora.modules_to_save": lora.modules_to_save, "lora_from": settings.lora_from}
+        if weights is None and (what := next((name for name, value in needs.items() if value), "")):
+            raise ConfigurationError(
+                f"{what} begins with the model's weights, but model {settings.model} starts from random ones: "
+                "use a folder with weights"
+            )
+        adapters = adapters_for(lora, model)
     if adapters is not None:
         if is_in_tree:  # a peft configuration has Llama's module names, the model has ours
-            if not isinstance(adapters.target_modules, str):
-                adapters.target_modules = {IN_TREE_LEAVES.get(name, name) for name in adapters.target_modules}
+            for key in ("target_modules", "modules_to_save"):
+                if isinstance(getattr(adapters, key), list | set):
+                    setattr(adapters, key, {IN_TREE_LEAVES.get(name, name) for name in getattr(adapters, key)})
             adapters.task_type = None
         names_before = names_by_tensor(model)
         model = with_adapters(model, adapters, settings.seed, device)
@@ -78,7 +87,9 @@ def build(
             names_after = names_by_tensor(model)
             names = [pair for key, old in names_before.items() for pair in zip(old, names_after[key], strict=True)]
             added = {name: param.detach() for name, param in model.named_parameters() if id(param) not in names_before}
-            weights = weights.with_tensors(added, dict(names))
+            weights = with_beginnings(model, weights.with_tensors(added, dict(names)))
+            if settings.lora_from is not None:
+                weights = with_stored(model, weights, Path(settings.lora_from).expanduser())
         adapters.base_model_name_or_path = facts.origin
         if path.how == "chunked" and not has_plain_head(model):
             path = LossPath("plain", path.isolates)

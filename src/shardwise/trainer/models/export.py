@@ -33,7 +33,7 @@ from ..settings import Settings
 from .build import Built
 from .facts import TOKENIZER_KEY, ModelFacts, tokenizer_files
 from .llama import LEAVES, llama_config
-from .lora import ADAPTER, adapter_file_name, base_name, is_adapter, merged
+from .lora import ADAPTER, adapter_file_name, base_name, is_adapter, merged, under_all_names
 from .weights import stored_form
 
 BASE = "base"  # the folder of randomly initialised weights, next to the adapters that were trained on them
@@ -134,7 +134,8 @@ def write_export(content: Content, folder: Path, on_bytes: OnBytes = lambda num_
             _write_tokenizer(facts, place)
         if adapters:
             is_in_tree = facts.kind == "in-tree"
-            named = [dataclasses.replace(s, name=adapter_file_name(s.name, is_in_tree)) for s in adapters]
+            every = [each for s in adapters for each in under_all_names(s, content.names[s.name])]
+            named = [dataclasses.replace(s, name=adapter_file_name(s.name, is_in_tree)) for s in every]
             write_sources(into / "adapter_model.safetensors", named, on_bytes)
             _write_adapter_config(model, into, str(folder.resolve() / BASE) if base else None)
             _write_tokenizer(facts, into)
@@ -180,8 +181,9 @@ def _write_adapter_config(model: Any, folder: Path, base: str | None) -> None:
     config = copy.deepcopy(model.peft_config[ADAPTER])
     config.inference_mode = True
     if isinstance(model.get_base_model(), Transformer):
-        if not isinstance(config.target_modules, str):
-            config.target_modules = {LEAVES.get(name, name) for name in config.target_modules}
+        for key in ("target_modules", "modules_to_save"):
+            if isinstance(getattr(config, key), list | set):
+                setattr(config, key, sorted(LEAVES.get(name, name) for name in getattr(config, key)))
         config.task_type = "CAUSAL_LM"
     if base is not None:
         config.base_model_name_or_path = base

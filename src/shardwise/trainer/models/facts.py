@@ -13,11 +13,13 @@ from typing import Any, Literal
 
 from ...base.documents import read_object
 from ...base.errors import ConfigurationError, did_you_mean, import_library
+from ...planner.training import ALL_LINEAR
 from ..data.tokenizer import BYTES
-from ..settings import Settings
+from ..settings import Lora, Settings
 from ..shapes import PRESETS, SHAPE_KEYS, TransformerShape
 from .llama import SHAPE_KEY
 
+ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 TOKENIZER_KEY = "shardwise_tokenizer"  # key in a config.json that names the byte tokenizer, which has no files
 NO_LIMIT = 2**31 - 1  # sequence length of models without a limit
 
@@ -27,6 +29,10 @@ _TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "tokenizer.model*", "vocab.json", "vocab.txt", "vocab.bpe", "merges.txt",
     "special_tokens_map.json", "added_tokens.json", "chat_template.*", "additional_chat_templates", "spiece.model",
     "sentencepiece*.model", "tekken.json",
+)  # fmt: skip
+_OTHER_ADAPTER_KEYS = (
+    "alpha_pattern", "rank_pattern", "layers_to_transform", "layers_pattern", "layer_replication", "exclude_modules",
+    "target_parameters", "trainable_token_indices", "lora_bias", "use_qalora",
 )  # fmt: skip
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 _FETCHED = ["*.json", "*.model", "*.txt", "*.jinja"]
@@ -127,6 +133,35 @@ def shape_in(config: Mapping[str, Any], name: str) -> TransformerShape:
         return TransformerShape(**config[SHAPE_KEY])
     except (KeyError, TypeError) as error:
         raise ConfigurationError(f"model {name!r}: its config.json has no complete shape: {error}") from None
+
+
+def lora_in(folder: Path) -> Lora:
+    """Return the settings of a PEFT adapter. One with settings that `Lora` does not have is refused."""
+    about = read_object(folder / ADAPTER_CONFIG)
+    problem = next((f"{key} {about[key]!r}" for key in _OTHER_ADAPTER_KEYS if about.get(key)), "")
+    if about.get("peft_type") != "LORA":
+        problem = f"peft_type {about.get('peft_type')!r}"
+    elif about.get("bias", "none") != "none":
+        problem = f"bias {about['bias']!r}"
+    elif isinstance(about.get("init_lora_weights"), str) and about["init_lora_weights"] != "gaussian":
+        problem = f"init_lora_weights {about['init_lora_weights']!r}"
+    targets: Any = about.get("target_modules")
+    if isinstance(targets, str) and targets != ALL_LINEAR:
+        problem = f"the pattern {targets!r} as target_modules"
+    if problem:
+        raise ConfigurationError(f"lora_from {folder}: {problem} cannot be continued here")
+    try:
+        return Lora(
+            r=about["r"],
+            alpha=float(about["lora_alpha"]),
+            dropout=about.get("lora_dropout", 0.0),
+            targets=(targets,) if isinstance(targets, str) else tuple(sorted(targets)),
+            rslora=about.get("use_rslora", False),
+            dora=about.get("use_dora", False),
+            modules_to_save=tuple(sorted(about.get("modules_to_save") or ())),
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise ConfigurationError(f"lora_from {folder}: its {ADAPTER_CONFIG} is not complete: {error}") from None
 
 
 def tokenizer_files(folder: Path) -> list[Path]:

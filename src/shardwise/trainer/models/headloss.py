@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from ...base.errors import ConfigurationError, StateError
 from ..data.samples import Batch
-from ..loss import USUAL_CHUNKS, Chunks, chunked_cross_entropy
+from ..loss import USUAL_CHUNKS, Chunks, Reduction, chunked_cross_entropy
 
 _KEY = "_shardwise_loss_path"
 
@@ -36,9 +36,14 @@ class LossPath:
 
 def loss_sum(model: Any, batch: Batch) -> Tensor:
     """Return the cross-entropy, summed over the targets of the batch, in fp32. The model is called once."""
+    return losses(model, batch, "sum")
+
+
+def losses(model: Any, batch: Batch, reduction: Reduction) -> Tensor:
+    """Return the cross-entropy in fp32: summed, or of each target, with 0 elsewhere (`reduction` "none")."""
     path = path_of(model)
     if path.how == "in-tree":
-        return model(batch.tokens, batch.targets, batch.positions, "sum", path.chunks)
+        return model(batch.tokens, batch.targets, batch.positions, reduction, path.chunks)
     inputs = {"input_ids": batch.tokens}
     if batch.positions is not None:
         if not path.isolates:
@@ -48,16 +53,17 @@ def loss_sum(model: Any, batch: Batch) -> Tensor:
             )
         inputs["position_ids"] = batch.positions
     if path.how == "chunked":
-        head = model.get_output_embeddings()
+        head = _head_of(model)
 
         def loss_of(hidden: Tensor) -> Tensor:
-            return chunked_cross_entropy(hidden, head.weight, batch.targets, reduction="sum", chunks=path.chunks)
+            return chunked_cross_entropy(hidden, head.weight, batch.targets, reduction=reduction, chunks=path.chunks)
 
         with _forward_replaced(head, loss_of), _documents_known(batch, path):
             return model(**inputs).logits
     with _documents_known(batch, path):
         logits = model(**inputs).logits
-    return F.cross_entropy(logits.flatten(0, 1).float(), batch.targets.flatten(), reduction="sum")
+    found = F.cross_entropy(logits.flatten(0, 1).float(), batch.targets.flatten(), reduction=reduction)
+    return found.view_as(batch.targets) if reduction == "none" else found
 
 
 def path_of(model: nn.Module) -> LossPath:
@@ -76,8 +82,17 @@ def find_path(model: Any) -> LossPath:
     return LossPath("chunked" if _returns_head_output_unchanged(model) else "plain", _isolates_documents(model))
 
 
-def has_plain_head(model: Any) -> bool:
+def _head_of(model: Any) -> Any:
+    """Return the module that computes the logits. If adapters train a copy of the head, it is that copy."""
     head = model.get_output_embeddings()
+    copies = getattr(head, "modules_to_save", None)
+    if copies is None:
+        return head
+    return head.original_module if head.disable_adapters else copies[head.active_adapters[0]]
+
+
+def has_plain_head(model: Any) -> bool:
+    head = _head_of(model)
     return isinstance(head, nn.Linear) and type(head).forward is nn.Linear.forward and head.bias is None
 
 
@@ -134,7 +149,7 @@ def _returns_head_output_unchanged(model: Any) -> bool:
     body = model.base_model
     if body is model or not has_plain_head(model):
         return False
-    head = model.get_output_embeddings()
+    head = _head_of(model)
     hidden = torch.empty(2, 3, head.in_features, dtype=head.weight.dtype, device="meta")
     mark = torch.empty((), dtype=torch.float32, device="meta")
     shapes = []

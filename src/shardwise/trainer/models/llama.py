@@ -24,8 +24,9 @@ _IN_BLOCK = {
     "ffn.down": "mlp.down_proj",
 }
 # The last parts of module names, as in the targets of adapters: from the in-tree name to Llama's, and back.
-LEAVES = {ours.rpartition(".")[2]: theirs.rpartition(".")[2] for ours, theirs in _IN_BLOCK.items()}
+LEAVES = {ours.rpartition(".")[2]: theirs.rpartition(".")[2] for ours, theirs in (_IN_BLOCK | _OUTSIDE).items()}
 IN_TREE_LEAVES = {theirs: ours for ours, theirs in LEAVES.items()}
+LINEAR_LEAVES = [ours.rpartition(".")[2] for ours in _IN_BLOCK if "." in ours]  # all except the head
 
 
 def llama_name(name: str) -> str:

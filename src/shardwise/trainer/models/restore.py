@@ -37,11 +37,10 @@ from ..run_folder import CONFIG, EXPORT
 from ..settings import Settings, settings_from_json
 from .build import Built, build
 from .export import BASE, Content
-from .facts import check, find_model, tokenizer_in
-from .lora import adapter_file_name, is_adapter
-from .weights import COMPUTED, LazyWeights, names_of, stored_tensors
+from .facts import ADAPTER_CONFIG, check, find_model, tokenizer_in
+from .lora import is_adapter, with_stored
+from .weights import COMPUTED, names_of
 
-ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _HOST = torch.device("cpu")
 
 
@@ -76,7 +75,7 @@ def restore(path: Path, strategy: Strategy, tokenizer: str | None = None) -> tup
         load(place, built.model)
     else:
         # Without training there are no master weights, and the weights keep the dtype of their files.
-        weights: Any = built.weights if adapters is None else _weights_with_adapter(built, place)
+        weights: Any = built.weights if adapters is None else with_stored(built.model, built.weights, place)
         built.model.requires_grad_(False)
         shard(built.model, None, strategy, precision=precision, seed=0)
         load_full_state_dict(built.model, weights)
@@ -111,7 +110,8 @@ def settings_of(place: Path, extra: Mapping[str, Any]) -> Settings | None:
     if not is_in_run and "configuration" not in extra:
         return None
     try:
-        return settings_from_json(read_text(config) if is_in_run else json.dumps(extra["configuration"]))
+        settings = settings_from_json(read_text(config) if is_in_run else json.dumps(extra["configuration"]))
+        return dataclasses.replace(settings, lora_from=None)  # the checkpoint has the adapter
     except (AttributeError, TypeError, KeyError, ValueError, OSError) as error:
         where = config if is_in_run else f"the 'configuration' of {place}"
         raise ConfigurationError(f"{where} does not hold the settings of a run: {error}") from None
@@ -128,18 +128,6 @@ def _adapter_config(place: Path, base: str | None = None) -> tuple[str, str | No
         raise ConfigurationError(f"{place / ADAPTER_CONFIG} does not name the model that the adapters belong to")
     tokenizer = tokenizer_in(place, read_object(place / NOTE) if (place / NOTE).is_file() else {})
     return base, tokenizer, import_library("peft", f"{place}, an adapter,").PeftConfig.from_pretrained(str(place))
-
-
-def _weights_with_adapter(built: Built, place: Path) -> LazyWeights:
-    stored = stored_tensors([place / ADAPTER_WEIGHTS])
-    is_in_tree = built.facts.kind == "in-tree"
-    names = {adapter_file_name(name, is_in_tree): name for name in built.model.state_dict() if is_adapter(name)}
-    wrong = sorted(set(names) ^ set(stored))
-    if wrong:
-        raise ConfigurationError(f"{place / ADAPTER_WEIGHTS} does not fit its {ADAPTER_CONFIG}: first {wrong[0]!r}")
-    if built.weights is None:
-        raise ConfigurationError(f"{place}: its base model has no weights")
-    return built.weights.with_tensors({names[name]: tensor for name, tensor in stored.items()})
 
 
 # The content of an export
@@ -162,7 +150,7 @@ def content_of(
             if not is_merged:
                 raise ConfigurationError(f"{place} is a PEFT adapter already: to write a whole model, add --merge")
             built = _build_from_folder(*_adapter_config(place, model))
-            sources = _weight_sources(built.model, _weights_with_adapter(built, place), dtype)
+            sources = _weight_sources(built.model, with_stored(built.model, built.weights, place), dtype)
         elif is_model(place):
             if model is not None:
                 raise ConfigurationError(f"{place} is a model of its own: leave --model out")

@@ -49,7 +49,7 @@ class LazyWeights(Mapping[str, Tensor]):
     def with_tensors(self, tensors: Mapping[str, Tensor], names: Mapping[str, str] | None = None) -> "LazyWeights":
         """Return these tensors, renamed if `names` maps old names to new ones, together with `tensors`."""
         own = {name if names is None else names[name]: maker for name, maker in self._makers.items()}
-        return LazyWeights(own | {name: (lambda tensor=tensor: tensor) for name, tensor in tensors.items()})
+        return LazyWeights(own | {name: partial(tensors.__getitem__, name) for name in tensors})
 
 
 def stored_tensors(files: Iterable[Path]) -> LazyWeights:
