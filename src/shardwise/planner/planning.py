@@ -23,12 +23,13 @@ from .search import (
     mixtures,
     offloads,
     presets,
+    tried_layouts,
 )
 from .shapes.names import is_file
 from .shapes.shape import ModelShape, StatesOnly
 from .states import States, states_of
 from .subject import Built, Planned, model_of, subject_for
-from .training import OURS, USUAL_SEQ, Checkpointing, Lora, Training
+from .training import OURS, USUAL_SEQ, Checkpointing, Lora, Training, check_speculation
 
 if TYPE_CHECKING:
     from torch import nn
@@ -158,13 +159,15 @@ def plan(
                 "alone precision, optimizer, accumulation and strategy are planned"
             )
         return states_of(subject, machine, training, strategy)
+    assess = Assessor(subject, machine)
+    check_speculation(training.speculation, tried_layouts(strategy, assess.unit_names), machine.shares)
     modes: tuple[Checkpointing, ...] = (training.checkpointing,)
     if checkpointing == OPEN and isinstance(found, (ModelShape, Built)):
         modes = MODES if isinstance(found, ModelShape) else ("none", "full")
     question = Question(
         subject_for=partial(_subject, found, is_named),
         has_shape=isinstance(found, ModelShape),
-        assess=Assessor(subject, machine),
+        assess=assess,
         training=training,
         modes=modes,
         strategy=strategy,

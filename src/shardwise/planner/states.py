@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from ..base.dtypes import BF16, FP16
 from ..base.errors import ConfigurationError
-from ..core.layout import PRESETS, Layout, Strategy, layouts_for
+from ..core.layout import Layout, Strategy
 from ..core.schedule.flat import Pass, flats_of
 from ..core.schedule.model import ROOT, Param, Site, UnitSpec
 from ..core.schedule.state_bytes import OffDevice, saved_error_bytes
@@ -19,7 +19,7 @@ from ..core.schedule.unit_status import FlatGather
 from .assess import Machine
 from .cost.peak import Instant, Memory, Reserved
 from .events import StepTraffic, gather_event, reduce_event, traffic_of, update_event
-from .search import changed_presets, changes_after_auto
+from .search import tried_layouts
 from .shapes.shape import StatesOnly
 from .training import Training
 
@@ -93,12 +93,8 @@ def states_of(shape: StatesOnly, machine: Machine, training: Training, strategy:
     """Return the states of every preset, with the changes that follow `auto+`, or of the one requested strategy."""
     if training.lora is not None:
         raise ConfigurationError(f"{shape.name} with adapters: where they go needs a real shape")
-    moves = changes_after_auto(strategy)
-    layouts = PRESETS
-    if strategy is not None and moves != []:
-        asked = changed_presets(moves) if moves else layouts_for(strategy, [ROOT])
-        layouts = {layout.name: layout for layout in asked}
-    rows = [_row(name, layout, shape.num_params, machine, training) for name, layout in layouts.items()]
+    layouts = tried_layouts(strategy, [ROOT])
+    rows = [_row(layout.name, layout, shape.num_params, machine, training) for layout in layouts]
     return States(shape, machine, training, tuple(rows))
 
 

@@ -1,13 +1,14 @@
 """Settings of a step that decide memory, traffic and time."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from ..base.dtypes import FP32
 from ..base.errors import ConfigurationError, did_you_mean
-from ..core.layout import AUTO
+from ..core.layout import AUTO, Layout
 from ..core.precision import Precision, precision_of
+from ..core.schedule.state_bytes import why_no_spares
 from .hardware.cluster import bytes_of
 
 Optimizer = Literal["adamw", "adamw8bit", "sgd"]
@@ -143,6 +144,13 @@ class Training:
         if self.moments is not None:
             return self.moments * master_itemsize
         return MOMENTS[self.optimizer] * MOMENT_BYTES.get(self.optimizer, master_itemsize)
+
+
+def check_speculation(speculation: int | str, layouts: Iterable[Layout], shares: tuple[int, int]) -> None:
+    """Refuse a size that no model could use with these layouts. `shares`: a rank's bytes of host and disk."""
+    size = num_bytes_of(speculation)
+    if size and (why := why_no_spares(size, {layout.runs_ahead_on for layout in layouts}, *shares)):
+        raise ConfigurationError(why)
 
 
 def num_bytes_of(speculation: int | str) -> int | None:
