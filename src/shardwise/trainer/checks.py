@@ -1,7 +1,6 @@
 """Checks before any rank is started: the earlier a mistake is reported, the less it costs."""
 
 import dataclasses
-import os
 import shutil
 from collections.abc import Callable
 from contextlib import suppress
@@ -13,7 +12,7 @@ import torch
 
 from ..base.errors import CheckpointError, ConfigurationError
 from ..checkpoint.opened import open_checkpoint
-from ..core.mesh import require_nodes
+from ..core.mesh import is_joined, num_local_ranks, require_nodes
 from ..core.schedule.state_bytes import HOST_SHARE
 from ..planner.auto import shares_here
 from ..planner.search import tried_layouts
@@ -21,7 +20,6 @@ from ..planner.training import check_speculation, num_bytes_of
 from .data.prepare import prepare
 from .data.samples import Samples, open_samples
 from .data.tokenizer import Tokenizer, tokenizer_for
-from .launcher import ranks_here
 from .models.build import build
 from .models.facts import ModelFacts, check, require_vocabulary
 from .models.restore import is_model
@@ -29,7 +27,7 @@ from .models.weights import names_of
 from .offload import check_strategy, is_auto, layouts_of, offload_of, strategy_of, updates_early
 from .run_folder import AUTO as AUTO_RESUME
 from .run_folder import DATA, LATEST, run_folder, writing_to
-from .settings import Batching, Settings, batching_of
+from .settings import Batching, Settings, batching_of, num_nodes
 
 DEFAULT_SEQ_LENGTH = 2048
 NUM_SAMPLES_CHECKED = 200
@@ -111,8 +109,8 @@ def check_all(settings: Settings, num_ranks: int) -> Checked:
     folder = offload_of(settings.offload).folder
     if folder is not None and not folder.is_dir():
         raise ConfigurationError(f"offload: {folder} is not a folder: make it, or name one that is there")
-    on_host, on_disk = shares_here(int(os.environ.get("LOCAL_WORLD_SIZE", "0")) or ranks_here(settings), folder)
-    asked = strategy_of(settings)
+    num_here = num_local_ranks() if is_joined() else num_ranks // num_nodes(settings.nnodes)[0]
+    (on_host, on_disk), asked = shares_here(num_here, folder), strategy_of(settings)
     layouts = tried_layouts(asked, ()) if is_auto(asked) else layouts_of(asked).values()
     check_speculation(settings.speculation, layouts, (round(HOST_SHARE * on_host), on_disk))
     if num_bytes_of(settings.speculation) and updates_early(settings):
