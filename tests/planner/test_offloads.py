@@ -392,10 +392,29 @@ def test_a_change_that_moves_the_optimizer_says_what_it_saves_and_costs() -> Non
     assert "the optimizer on the host: " in told
     assert " GB less on each GPU, " in told
     assert told.endswith("x the time)")
+
     flags = told.partition(" (")[0].split()
     again = plan("llama-3-8b", "8xH100-80GB", strategy=flags[1])
     assert isinstance(again, Plan)
     assert again.recommended is not None
+
+
+def test_a_change_that_is_49_times_slower_is_no_remedy() -> None:
+    assert plan("llama-3-8b", "8xH100", seq=512, search=False).refusals["ddp"] == ""
+
+
+@pytest.mark.parametrize(
+    ("precision", "strategy", "why"),
+    [
+        ("pure-bf16", "zero2_offload", "which needs fp32 masters"),
+        ("bf16", "zero2_offload", ""),
+        ("bf16", "zero3_nvme", "8-bit moments on disk"),
+        ("pure-bf16", "zero3", ""),
+    ],
+)
+def test_moments_in_8_bits_are_where_the_engine_has_them(precision: str, strategy: str, why: str) -> None:
+    (entry,) = plan("llama-3-8b", "8xH100", precision=precision, strategy=strategy, optimizer="adamw8bit").found
+    assert (entry.fits, why in entry.why_not) == (not why, True)
 
 
 def test_host_and_disk_are_explained() -> None:

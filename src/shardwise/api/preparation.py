@@ -96,6 +96,7 @@ def prepare(request: Request) -> Prepared:
         numbers = batch if isinstance(batch, tuple) else (1, 1)
         sizes: dict[str, Any] = dict(zip(("micro_batch", "seq", "num_micro_batches"), numbers, strict=False))
         moments = max((num_moments(each, precision) for each in optimizers), default=0)
+        sizes |= {"optimizer": "adamw8bit"} if any(map(is_eight_bit, optimizers)) else {}
         training = Training(precision=precision, moments=moments, speculation=request.speculation, **sizes)
         auto = AutoRequest(training, batch, request.units, request.memory_budget, keep_fp32, moves, request.disk_path)
         chosen = choose(model, specs, auto, request.machine)

@@ -272,7 +272,9 @@ class Assessment:
     @cached_property
     def why_not(self) -> str:
         """The reason why the plan does not fit; empty if it fits."""
-        return self.machine.lacks(self.needed_bytes, self.host_bytes, self.disk_bytes) or self.spares.why_not
+        refused = self.training.why_not_on(layout.optimizer_on for layout in self.layouts)
+        lacks = self.machine.lacks(self.needed_bytes, self.host_bytes, self.disk_bytes)
+        return refused or lacks or self.spares.why_not
 
     @property
     def step_s(self) -> float:

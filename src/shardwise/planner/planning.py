@@ -27,7 +27,7 @@ from .search import (
 )
 from .shapes.names import is_file
 from .shapes.shape import ModelShape, StatesOnly
-from .states import States, states_of
+from .states import STATE_FIELDS, States, states_of
 from .subject import Built, Planned, model_of, subject_for
 from .training import OURS, USUAL_SEQ, Checkpointing, Lora, Training, check_speculation
 
@@ -153,10 +153,14 @@ def plan(
     machine, is_named = machine_of(cluster), isinstance(model, str) and not is_file(model)
     subject = _subject(found, is_named, training)
     if isinstance(subject, StatesOnly):
-        if global_batch is not None or training.compile or training.engine != "shardwise":
+        unused = [] if global_batch is None else ["global_batch"]
+        usual = Training(seq=training.seq) if isinstance(found, Built) else Training()
+        free = [name for name in known if name not in STATE_FIELDS]
+        unused += [name for name in free if getattr(training, name) != getattr(usual, name)]
+        if unused:
             raise ConfigurationError(
-                f"{subject.name}: a global batch, compiled blocks and another engine need a real shape; of the states "
-                "alone precision, optimizer, accumulation and strategy are planned"
+                f"{subject.name}: {', '.join(unused)} need a real shape; of the states alone precision, optimizer, "
+                "accumulation and strategy are planned; leave the others out"
             )
         return states_of(subject, machine, training, strategy)
     assess = Assessor(subject, machine)

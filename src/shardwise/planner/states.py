@@ -9,7 +9,6 @@ and gradients are fp32 by default. Traffic is that of one matrix of this size, w
 from dataclasses import dataclass, replace
 
 from ..base.dtypes import BF16, FP16
-from ..base.errors import ConfigurationError
 from ..core.layout import Layout, Strategy
 from ..core.schedule.flat import Pass, flats_of
 from ..core.schedule.model import ROOT, Param, Site, UnitSpec
@@ -23,6 +22,8 @@ from .search import tried_layouts
 from .shapes.shape import StatesOnly
 from .training import Training
 
+# Settings that decide the states; every other one is refused.
+STATE_FIELDS = ("precision", "optimizer", "moments", "num_micro_batches")
 ROOM = 0.75  # share of the GPU's memory for the states; activations need the rest
 
 
@@ -57,7 +58,8 @@ class StatesRow:
 
     @property
     def why_not(self) -> str:
-        return self.machine.lacks(self.total + self.machine.context_bytes, self.host_bytes, self.disk_bytes)
+        lacks = self.machine.lacks(self.total + self.machine.context_bytes, self.host_bytes, self.disk_bytes)
+        return self.training.why_not_on([self.layout.optimizer_on]) or lacks
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,8 +93,6 @@ class States:
 
 def states_of(shape: StatesOnly, machine: Machine, training: Training, strategy: Strategy | None = None) -> States:
     """Return the states of every preset, with the changes that follow `auto+`, or of the one requested strategy."""
-    if training.lora is not None:
-        raise ConfigurationError(f"{shape.name} with adapters: where they go needs a real shape")
     layouts = tried_layouts(strategy, [ROOT])
     rows = [_row(layout.name, layout, shape.num_params, machine, training) for layout in layouts]
     return States(shape, machine, training, tuple(rows))

@@ -6,7 +6,7 @@ from typing import Any, Literal, get_args
 
 from ..base.dtypes import FP32
 from ..base.errors import ConfigurationError, did_you_mean
-from ..core.layout import AUTO, Layout
+from ..core.layout import AUTO, Layout, Place
 from ..core.precision import Precision, precision_of
 from ..core.schedule.state_bytes import why_no_spares
 from .hardware.cluster import bytes_of
@@ -132,6 +132,15 @@ class Training:
     def num_tokens(self) -> int:
         """Tokens per micro-batch."""
         return self.seq * self.micro_batch
+
+    def why_not_on(self, places: Iterable[Place]) -> str:
+        """Say why our engine would refuse the optimizer's state in these places; empty if it would not."""
+        found = set(places) if self.optimizer == "adamw8bit" and self.engine == OURS else set()
+        if "disk" in found:
+            return "puts 8-bit moments on disk, where they cannot be: take adamw, or optimizer=host"
+        if "host" in found and self.formats.master != FP32:
+            return "updates 8-bit moments on the host, which needs fp32 masters next to them: take bf16, or adamw"
+        return ""
 
     @property
     def num_moments(self) -> float:
