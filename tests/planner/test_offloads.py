@@ -385,7 +385,7 @@ def test_spare_memory_is_told() -> None:
 
 
 def test_a_change_that_moves_the_optimizer_says_what_it_saves_and_costs() -> None:
-    found = plan("llama-3-8b", "8xH100-80GB")
+    found = plan("llama-3-8b", "8xH100-80GB", seq=8192)
     assert isinstance(found, Plan)
     told = found.refusals["ddp"]
     assert told.startswith("--strategy ddp+grads=host+optimizer=host")
@@ -394,7 +394,7 @@ def test_a_change_that_moves_the_optimizer_says_what_it_saves_and_costs() -> Non
     assert told.endswith("x the time)")
 
     flags = told.partition(" (")[0].split()
-    again = plan("llama-3-8b", "8xH100-80GB", strategy=flags[1])
+    again = plan("llama-3-8b", "8xH100-80GB", seq=8192, strategy=flags[1])
     assert isinstance(again, Plan)
     assert again.recommended is not None
 
