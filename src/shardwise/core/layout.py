@@ -129,12 +129,6 @@ class Layout:
         return self.places != {"device"}
 
     @property
-    def runs_ahead_on(self) -> Place | None:
-        """The host or the disk, if the updates of state there can run ahead of the step."""
-        writes_to_disk = self.params_on == "disk" and self.params == self.optimizer
-        return None if self.optimizer_on == "device" or writes_to_disk else self.optimizer_on
-
-    @property
     def on_device(self) -> "Layout":
         """The same layout with parameters, gradients and optimizer on the device (activations stay as they are)."""
         return replace(self, params_on="device", grads_on="device", optimizer_on="device", kept=0.0)

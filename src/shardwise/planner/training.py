@@ -157,8 +157,9 @@ class Training:
 
 def check_speculation(speculation: int | str, layouts: Iterable[Layout], shares: tuple[int, int]) -> None:
     """Refuse a size that no model could use with these layouts. `shares`: a rank's bytes of host and disk."""
-    size = num_bytes_of(speculation)
-    if size and (why := why_no_spares(size, {layout.runs_ahead_on for layout in layouts}, *shares)):
+    able = (each for each in layouts if each.params_on != "disk" or each.params != each.optimizer)
+    size, places = num_bytes_of(speculation), {each.optimizer_on for each in able} - {"device"}
+    if size and (why := why_no_spares(size, places, *shares)):
         raise ConfigurationError(why)
 
 

@@ -6,7 +6,7 @@ chunk is updated, others are read and written. Parameters are read unit by unit 
 """
 
 from collections import Counter
-from collections.abc import Collection, Container, Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Literal, NamedTuple
 
@@ -164,14 +164,14 @@ def spares_of(
     on host and disk together, or None for half of what this rank's share of the host has left next to the arena, and
     nothing on disk. `shares`: of host and disk. `optimizers`: the numbers of those whose updates can run ahead."""
     units = schedule.units
-    flats = [(at, flat) for at in schedule.reduce_order for flat in units[at].flats if flat.may_update_ahead]
-    flats = [(at, flat) for at, flat in flats if flat.optimizer in optimizers]
     # On CPUs updates take the model's cores. Nobody knows yet how much memory offloaded activations will take.
     is_off = not is_gpu or any(unit.layout.activations_on == "host" for unit in units)
     if speculation == 0 or (speculation is None and is_off):
         return Spares()
+    flats = [(at, flat) for at in schedule.reduce_order for flat in units[at].flats if flat.may_update_ahead]
+    flats = [(at, flat) for at, flat in flats if flat.optimizer in optimizers]
     taken = off_device([unit.flats for unit in units], num_rows)
-    left, on_disk_left = max(shares[0] - taken.host, 0), max(shares[1] - taken.disk, 0)
+    left, disk_left = max(shares[0] - taken.host, 0), max(shares[1] - taken.disk, 0)
     budget, on_host, on_disk, found = left // 2 if speculation is None else speculation, 0, 0, []
     sizes = [spare_bytes(flat, num_rows) for _, flat in flats]
     for each, (host, disk) in zip(flats, sizes, strict=True):
@@ -179,28 +179,23 @@ def spares_of(
         if fits and not (disk and speculation is None):
             found.append(each)
             on_host, on_disk = on_host + host, on_disk + disk
-    why_not, least = "", min(map(sum, sizes), default=0)
-    if speculation is not None:
-        why_not = why_no_spares(speculation, {flat.master_on for _, flat in flats}, left, on_disk_left)
-        if not why_not and not found:
-            change = "give more" if speculation < least else "the host has less"
-            why_not = f"speculation is {speculation:,} bytes, and the smallest unit needs {least:,}: {change}"
+    if speculation is None:
+        return Spares(tuple(found), on_host, on_disk)
+    why_not = why_no_spares(speculation, {flat.master_on for _, flat in flats}, left, disk_left)
+    if not found and not why_not:
+        least = min(map(sum, sizes))
+        more = "give more" if speculation < least else "the host has less"
+        why_not = f"speculation is {speculation:,} bytes, and the smallest unit needs {least:,}: {more}"
     return Spares(why_not=why_not) if why_not else Spares(tuple(found), on_host, on_disk)
 
 
-def why_no_spares(speculation: int, places: Collection[Place | None], on_host: int, on_disk: int) -> str:
+def why_no_spares(speculation: int, places: set[Place], on_host: int, on_disk: int) -> str:
     """Return why no rank can use this size; empty if it may. `places`: of the state that can be updated ahead. The rest
     are a rank's bytes of host and disk: all of its share, if its model is not known yet, or what is left."""
-    room, where = on_host, "the host has"
-    if "disk" in places:
-        room, where = on_host + on_disk, "host and disk have"
-    if not {"host", "disk"} & set(places):
-        why = "no state that can be updated ahead is off the device (docs/offload.md): set it to 'auto'"
-    elif speculation > room:
-        why = f"{where} {room:,} left for each rank: give less, or 0 for none"
-    else:
-        return ""
-    return f"speculation is {speculation:,} bytes, and {why}"
+    has, room = ("host and disk have", on_host + on_disk) if "disk" in places else ("the host has", on_host)
+    why = f"{has} {room:,} left for each rank: give less, or 0 for none" if speculation > room else ""
+    why = why if places else "no state that can be updated ahead is off the device (docs/offload.md): set it to 'auto'"
+    return why and f"speculation is {speculation:,} bytes, and {why}"
 
 
 def disk_pieces(flat: Flat, num_rows: float) -> Iterator[int]:
