@@ -200,7 +200,7 @@ def _shard(world: Channel, plan: Prepared) -> list[ShardedOptimizer]:
 def _spared(plan: Prepared, num_rows: int, on_host: int, on_disk: int) -> list[Flat]:
     """The flats for which spare memory is taken."""
     request = plan.request
-    ahead = [number for number, optimizer in enumerate(request.optimizers) if may_run_ahead(optimizer)]
+    ahead = {number for number, optimizer in enumerate(request.optimizers) if may_run_ahead(optimizer)}
     size = 0 if request.early_update else num_bytes_of(request.speculation)
     shares, is_gpu = (round(HOST_SHARE * on_host), on_disk), device().type == "cuda"
     spares = spares_of(plan.schedule, num_rows, size, shares, is_gpu, ahead)

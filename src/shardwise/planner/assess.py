@@ -182,7 +182,7 @@ class Assessment:
         training, machine, size = self.training, self.machine, num_bytes_of(self.training.speculation)
         if not self.clips or training.engine != OURS or all(each.optimizer_on == "device" for each in self.layouts):
             return Spares()
-        rows, optimizers = int(training.num_moments), () if training.num_moments % 1 else (0,)
+        rows, optimizers = int(training.num_moments), set() if training.num_moments % 1 else {0}
         return spares_of(self.schedule, rows, size, machine.shares, machine.has_reserve, optimizers)
 
     def _continued(self, cost: Callable[[Sequence[Event]], Sum]) -> Sum:

@@ -6,7 +6,7 @@ chunk is updated, others are read and written. Parameters are read unit by unit 
 """
 
 from collections import Counter
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Literal, NamedTuple
 
@@ -153,23 +153,18 @@ class Spares(NamedTuple):
 
 
 def spares_of(
-    schedule: Schedule,
-    num_rows: int,
-    speculation: int | None,
-    shares: tuple[int, int],
-    is_gpu: bool,
-    optimizers: Container[int] = (0,),
+    schedule: Schedule, num_rows: int, speculation: int | None, shares: tuple[int, int], is_gpu: bool, able: set[int]
 ) -> Spares:
     """Choose the flats that get spare memory: those whose gradients come first in a backward. `speculation`: its bytes
     on host and disk together, or None for half of what this rank's share of the host has left next to the arena, and
-    nothing on disk. `shares`: of host and disk. `optimizers`: the numbers of those whose updates can run ahead."""
+    nothing on disk. `shares`: of host and disk. `able`: the numbers of the optimizers whose updates can run ahead."""
     units = schedule.units
     # On CPUs updates take the model's cores. Nobody knows yet how much memory offloaded activations will take.
     is_off = not is_gpu or any(unit.layout.activations_on == "host" for unit in units)
     if speculation == 0 or (speculation is None and is_off):
         return Spares()
     flats = [(at, flat) for at in schedule.reduce_order for flat in units[at].flats if flat.may_update_ahead]
-    flats = [(at, flat) for at, flat in flats if flat.optimizer in optimizers]
+    flats = [(at, flat) for at, flat in flats if flat.optimizer in able]
     taken = off_device([unit.flats for unit in units], num_rows)
     left, disk_left = max(shares[0] - taken.host, 0), max(shares[1] - taken.disk, 0)
     budget, on_host, on_disk, found = left // 2 if speculation is None else speculation, 0, 0, []
@@ -179,13 +174,9 @@ def spares_of(
         if fits and not (disk and speculation is None):
             found.append(each)
             on_host, on_disk = on_host + host, on_disk + disk
-    if speculation is None:
-        return Spares(tuple(found), on_host, on_disk)
-    why_not = why_no_spares(speculation, {flat.master_on for _, flat in flats}, left, disk_left)
-    if not found and not why_not:
-        least = min(map(sum, sizes))
-        more = "give more" if speculation < least else "the host has less"
-        why_not = f"speculation is {speculation:,} bytes, and the smallest unit needs {least:,}: {more}"
+    why_not, places, least = "", {flat.master_on for _, flat in flats}, min(map(sum, sizes), default=0)
+    if speculation is not None and not (why_not := why_no_spares(speculation, places, left, disk_left)) and not found:
+        why_not = f"speculation is {speculation:,} bytes, and the smallest unit needs {least:,}: give more, or 0"
     return Spares(why_not=why_not) if why_not else Spares(tuple(found), on_host, on_disk)
 
 
