@@ -19,19 +19,22 @@ class Norm(nn.Module):
 
 
 class Attention(nn.Module):
-    def __init__(self, hidden: int, heads: int, kv_heads: int) -> None:
+    def __init__(self, hidden: int, heads: int, kv_heads: int, has_norms: bool = False) -> None:
         super().__init__()
         self.head_dim, self.groups = hidden // heads, heads // kv_heads
         linear = partial(nn.Linear, bias=False)
         narrow = self.head_dim * kv_heads
         self.wq, self.wk, self.wv = linear(hidden, hidden), linear(hidden, narrow), linear(hidden, narrow)
         self.wo = linear(hidden, hidden)
+        # Those of its Qwen3.
+        self.norms = nn.ModuleList(nn.RMSNorm(self.head_dim) if has_norms else nn.Identity() for _ in range(2))
 
     def forward(self, x: Tensor, turns: Tensor) -> Tensor:
         batch, seq, _ = x.shape
         q, k, v = self.wq(x), self.wk(x), self.wv(x)
         q, k, v = (part.view(batch, seq, -1, self.head_dim) for part in (q, k, v))
-        q, k = _turned(q, turns), _turned(k, turns)
+        turned = _turned if turns.is_complex() else _turned_by_halves
+        q, k = (turned(norm(part), turns) for norm, part in zip(self.norms, (q, k), strict=True))
         keys, values = self._repeated(k), self._repeated(v)
         q, keys, values = (part.transpose(1, 2) for part in (q, keys, values))
         out = F.scaled_dot_product_attention(q, keys, values, is_causal=True)
@@ -47,6 +50,12 @@ def _turned(x: Tensor, turns: Tensor) -> Tensor:
     return torch.view_as_real(pairs * turns[None, :, None]).flatten(3).type_as(x)
 
 
+def _turned_by_halves(x: Tensor, turns: Tensor) -> Tensor:
+    cos, sin = turns[None, :, None].to(x.dtype).chunk(2, dim=-1)
+    first, second = x.chunk(2, dim=-1)
+    return (x * cos) + (torch.cat((-second, first), dim=-1) * sin)
+
+
 class FeedForward(nn.Module):
     def __init__(self, hidden: int, ffn: int) -> None:
         super().__init__()
@@ -58,9 +67,9 @@ class FeedForward(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self, hidden: int, heads: int, kv_heads: int, ffn: int) -> None:
+    def __init__(self, hidden: int, heads: int, kv_heads: int, ffn: int, has_norms: bool = False) -> None:
         super().__init__()
-        self.attention, self.feed_forward = Attention(hidden, heads, kv_heads), FeedForward(hidden, ffn)
+        self.attention, self.feed_forward = Attention(hidden, heads, kv_heads, has_norms), FeedForward(hidden, ffn)
         self.attention_norm, self.ffn_norm = Norm(hidden), Norm(hidden)
 
     def forward(self, x: Tensor, turns: Tensor) -> Tensor:

@@ -99,6 +99,8 @@ def test_real_ranks_may_play_nodes(ask: Any) -> None:
         ("--tokens 1k", "--tokens: '1k' is not a whole number"),
         ("--fabric 2by8", "fabric '2by8': '2by8' is no shape"),
         ("--links 400", "--links 400 sets the speed of an emulated fabric"),
+        ("--fabric 8 --links 5000 --device cpu", "intra=5000GB/s cannot be emulated"),
+        ("--fabric 2x2,inter=1PB/s --device cpu", "inter=1e+06GB/s cannot be emulated"),
         ("--fabric 8 --links fast", "--links: 'fast' is not a number of GB/s"),
         ("--fabric 8 --world-size 2", "--fabric 8 has 8 ranks: leave --world-size out"),
         ("--world-size 4 --nproc-per-node 3", "--world-size 4 does not divide into nodes of --nproc-per-node 3"),

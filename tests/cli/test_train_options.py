@@ -16,6 +16,7 @@ import typer.main
 from shardwise.base.errors import CheckpointError, ShardwiseError
 from shardwise.cli import app, main
 from shardwise.cli.train import train
+from shardwise.planner.auto import host_bytes_here
 from shardwise.trainer.config import resolve
 from shardwise.trainer.settings import Lora, Settings
 
@@ -243,7 +244,11 @@ def test_what_is_shown_trains_the_same(
         ("--compile=perhaps", "compile: 'perhaps' (flag --compile) is not known; known: auto, off, on"),
         ("--compile perhaps", "compile: 'perhaps' (flag --compile) is not known; known: auto, off, on"),
         ("--speculation lots", "speculation: 'lots' is no quantity"),
-        ("--strategy zero2_offload --speculation 900TB", "speculation is 900,000,000,000,000 bytes for each rank"),
+        ("--strategy zero2_offload --speculation 900TB", "speculation is 900,000,000,000,000 bytes"),
+        (f"--strategy zero2_offload --speculation {host_bytes_here() * 6e-10:.2f}GB", "left for each rank: give less"),
+        ("--strategy zero2 --speculation 1GB", "no state that can be updated ahead is off the device"),
+        ("--strategy auto --wire params=int8 --speculation 1GB", "no state that can be updated ahead"),
+        ("--strategy zero2_offload --speculation 1GB --max-grad-norm 0", "no update waits for the norm"),
         ("--no-seed", "--no-seed"),
         ("--compile True False", "False: no such file"),
         ("missing.yaml", "missing.yaml: no such file"),

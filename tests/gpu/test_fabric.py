@@ -102,6 +102,8 @@ def test_data_comes_at_the_pace_of_the_wire(start: Callable[..., None], rate: fl
 def test_a_link_that_is_too_fast_to_write_is_refused(start: Callable[..., None]) -> None:
     with pytest.raises(ConfigurationError, match="intra=5000GB/s cannot be emulated"):
         start(Fabric(1, 4, Link(5000.0, 20.0)))
+    with pytest.raises(ConfigurationError, match="cannot be emulated"):  # by measurement
+        start(Fabric(1, 4, Link(4000.0, 20.0)))
     assert not dist.is_initialized()
     start(Fabric(1, 4, Link(400.0, 20.0), Link(5000.0, 20.0)))  # no rank is behind the second link
 

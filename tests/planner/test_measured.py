@@ -63,7 +63,7 @@ def test_ranks_share_a_processor() -> None:
 
 
 def test_more_gpus_than_were_measured() -> None:
-    with pytest.raises(ConfigurationError, match="--gpus: 9, but 8 were measured"):
+    with pytest.raises(ConfigurationError, match="GPUs: 9, but 8 were measured"):
         cluster_in(NODE, 9)
 
 

@@ -47,7 +47,7 @@ def test_clusters_from_words(text: str, nodes: int | None, shape: tuple[int, int
     ("text", "nodes"), [("12xH100", None), ("2x8xH100", 2), ("2xp5.48xlarge", 2), ("2xp5.49xlarge", None)]
 )
 def test_clusters_that_are_none(text: str, nodes: int | None) -> None:
-    with pytest.raises(ConfigurationError, match="--gpus"):
+    with pytest.raises(ConfigurationError, match="GPUs: "):
         make_cluster(text, nodes)
 
 

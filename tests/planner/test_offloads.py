@@ -317,20 +317,36 @@ def test_unless_something_is_clipped_the_host_updates_during_the_backward() -> N
 def test_a_size_that_cannot_be_used_does_not_fit() -> None:
     assert costed("zero2_offload", speculation="20GB").spare_bytes == pytest.approx(20e9, rel=0.2)
     refused: dict[str, dict[str, Any]] = {
-        "900,000,000,000 bytes, and the host has": {"speculation": "900GB"},
-        "5 bytes, and the update of the smallest unit needs": {"speculation": 5},
+        "100,000,000,000 bytes, and the host has": {"speculation": "100GB"},
+        "5 bytes, and the smallest unit needs": {"speculation": 5},
         "no state that can be updated ahead": {"speculation": "20GB", "optimizer": "adamw8bit"},
     }
     for words, sizes in refused.items():
         found = costed("zero2_offload", **sizes)
         assert not found.fits
         assert words in found.why_not
-    assert costed("zero2", speculation="20GB").fits  # nothing there is updated by the host
+    found = plan("llama-3-8b", "8xH100-80GB", speculation="20GB").found
+    assert {"zero1", "zero2_offload"} <= {entry.name for entry in found if entry.fits}  # one has nothing on the host
     # It is part of the host memory that must be there.
     assert costed("zero2_offload+activations=host", seq=10**5).fits
     assert "on the host of each node" in costed("zero2_offload+activations=host", speculation="40GB", seq=10**5).why_not
     with pytest.raises(ConfigurationError, match="much"):
         Training(speculation="much")
+
+
+@pytest.mark.parametrize(
+    ("strategy", "size", "words"),
+    [
+        ("zero3", "1.5GB", "no state that can be updated ahead"),
+        ("zero3_nvme", "1.5GB", "no state that can be updated ahead"),
+        ("auto+params_as=int8", "1.5GB", "no state that can be updated ahead"),
+        (None, "240GB", "240,000,000,000 bytes, and the host has 230,400,000,000"),
+        ("auto+optimizer=disk", "900TB", "900,000,000,000,000 bytes, and host and disk have"),
+    ],
+)
+def test_a_size_that_no_model_can_use_is_refused(strategy: str | None, size: str, words: str) -> None:
+    with pytest.raises(ConfigurationError, match=words):
+        plan("llama-3-8b", "8xH100-80GB", strategy=strategy, speculation=size)
 
 
 def test_on_disk_only_a_requested_size_is_taken() -> None:
@@ -348,7 +364,6 @@ def test_on_disk_only_a_requested_size_is_taken() -> None:
     full = h200()
     full = replace(full, cluster=replace(full.cluster, disk_bytes=spare.disk_bytes - 1))
     assert "on the disk of each node" in costed(strategy, full, speculation="80GB", seq=32768).why_not
-    assert "can be updated ahead" in costed("zero3_nvme", speculation="80GB").why_not
 
 
 def test_spare_memory_is_told() -> None:
@@ -370,17 +385,36 @@ def test_spare_memory_is_told() -> None:
 
 
 def test_a_change_that_moves_the_optimizer_says_what_it_saves_and_costs() -> None:
-    found = plan("llama-3-8b", "8xH100-80GB")
+    found = plan("llama-3-8b", "8xH100-80GB", seq=8192)
     assert isinstance(found, Plan)
     told = found.refusals["ddp"]
     assert told.startswith("--strategy ddp+grads=host+optimizer=host")
     assert "the optimizer on the host: " in told
     assert " GB less on each GPU, " in told
     assert told.endswith("x the time)")
+
     flags = told.partition(" (")[0].split()
-    again = plan("llama-3-8b", "8xH100-80GB", strategy=flags[1])
+    again = plan("llama-3-8b", "8xH100-80GB", seq=8192, strategy=flags[1])
     assert isinstance(again, Plan)
     assert again.recommended is not None
+
+
+def test_a_change_that_is_49_times_slower_is_no_remedy() -> None:
+    assert plan("llama-3-8b", "8xH100", seq=512, search=False).refusals["ddp"] == ""
+
+
+@pytest.mark.parametrize(
+    ("precision", "strategy", "why"),
+    [
+        ("pure-bf16", "zero2_offload", "which needs fp32 masters"),
+        ("bf16", "zero2_offload", ""),
+        ("bf16", "zero3_nvme", "8-bit moments on disk"),
+        ("pure-bf16", "zero3", ""),
+    ],
+)
+def test_moments_in_8_bits_are_where_the_engine_has_them(precision: str, strategy: str, why: str) -> None:
+    (entry,) = plan("llama-3-8b", "8xH100", precision=precision, strategy=strategy, optimizer="adamw8bit").found
+    assert (entry.fits, why in entry.why_not) == (not why, True)
 
 
 def test_host_and_disk_are_explained() -> None:

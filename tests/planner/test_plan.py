@@ -27,6 +27,7 @@ SIZES = {
 REFUSED: list[tuple[tuple[Any, ...], str]] = [
     # What is asked for is not there.
     (("llama-3-8b", "--gpus", "8xH1000"), "did you mean 'H100"),
+    (("llama-3-8b", "--compare", "8xH100,8xH1000"), "GPUs: unknown GPU 'H1000'"),
     (("lama-3-8b", *ON), "did you mean 'llama-3-8b'"),
     (("llama-3-8b", *ON, "--strategy", "zero4"), "did you mean 'zero3'"),
     (("llama-3-8b", *ON, "--optimizer", "adamm"), "did you mean 'adamw'"),
@@ -51,6 +52,9 @@ REFUSED: list[tuple[tuple[Any, ...], str]] = [
     (("llama-3-8b", *ON, "--tokens", "-1"), "is not a number of tokens"),
     (("llama-3-8b", *ON, "--gpu-memory", "0GB"), "no quantity above 0"),
     (("llama-3-8b", *ON, "--host-memory", "much"), "is no quantity"),
+    # Of a model's states alone.
+    (("--shape", "params=7e9", *ON, "--micro-batch", 2, "--checkpointing", "full"), "micro_batch, checkpointing need"),
+    (("--shape", "params=7e9", *ON, "--lora", 4, "--loss", "plain"), "lora, loss need a real shape"),
     (("--shape", "params=-1", *ON), "must be a number like 7.5e9"),
     (("--shape", "layers=0,hidden=96,heads=3,vocab=100", *ON), "a whole number from 1"),
     (("--shape", "layers=2,hidden=100,heads=3,vocab=100", *ON), "does not divide into 3 heads"),

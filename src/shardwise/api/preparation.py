@@ -20,7 +20,7 @@ from ..core.engine.rank_agreement import Facts
 from ..core.layout import Layout, Strategy, layouts_for
 from ..core.mesh import Axes, device
 from ..core.optim.groups import optimizer_of_each
-from ..core.optim.host_updates import is_eight_bit, may_run_ahead
+from ..core.optim.host_updates import is_eight_bit
 from ..core.optim.probe import num_moments, refuse_unless_elementwise, refuse_unless_rows, state_tensor_names
 from ..core.precision import Precision
 from ..core.schedule.flat import Flat, flats_of
@@ -96,6 +96,7 @@ def prepare(request: Request) -> Prepared:
         numbers = batch if isinstance(batch, tuple) else (1, 1)
         sizes: dict[str, Any] = dict(zip(("micro_batch", "seq", "num_micro_batches"), numbers, strict=False))
         moments = max((num_moments(each, precision) for each in optimizers), default=0)
+        sizes |= {"optimizer": "adamw8bit"} if any(map(is_eight_bit, optimizers)) else {}
         training = Training(precision=precision, moments=moments, speculation=request.speculation, **sizes)
         auto = AutoRequest(training, batch, request.units, request.memory_budget, keep_fp32, moves, request.disk_path)
         chosen = choose(model, specs, auto, request.machine)
@@ -125,17 +126,11 @@ def prepare(request: Request) -> Prepared:
         (not optimizers, "no optimizer: there is nothing to update"),
         (precision.loss_scaling, "fp16: a step that overflowed is found out after the backward; use bf16"),
         (request.skip_nonfinite, "skip_nonfinite=True: weights change before all gradients are known; leave one"),
+        (num_bytes_of(request.speculation), f"speculation={request.speculation!r}, which is for clipping: leave one"),
     ]
     for is_refused, why in refusals:
         if request.early_update and is_refused:
             raise ConfigurationError(f"early_update=True with {why}")
-    if num_bytes_of(request.speculation):
-        ahead = [number for number, optimizer in enumerate(optimizers) if may_run_ahead(optimizer)]
-        why = "early_update=True, which does not clip" if request.early_update else ""
-        if not any(flat.may_update_ahead and flat.optimizer in ahead for flat in trained):
-            why = "no state off the device that can be updated ahead (docs/offload.md)"
-        if why:
-            raise ConfigurationError(f"speculation={request.speculation!r} with {why}: set it to 'auto'")
     if any(param.is_meta for param in names) and request.seed is None:
         raise ConfigurationError("the model is on the meta device: give sw.shard a seed= to initialise its weights")
     # General facts first: the error names the first fact in which the ranks differ.

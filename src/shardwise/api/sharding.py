@@ -33,7 +33,7 @@ from ..core.schedule.flat import Flat
 from ..core.schedule.state_bytes import HOST_SHARE, spares_of
 from ..core.schedule.units import Units
 from ..core.wire.collectives import Channel, exchange
-from ..planner.auto import Batch, host_bytes_here, machine_here
+from ..planner.auto import Batch, machine_here, shares_here
 from ..planner.planning import Plan
 from ..planner.search import changes_after_auto
 from ..planner.training import num_bytes_of
@@ -156,8 +156,8 @@ def _shard(world: Channel, plan: Prepared) -> list[ShardedOptimizer]:
     flats = [unit.flats for unit in plan.schedule.units]
     pin = mesh.device.type == "cuda"
     # Measured before any rank takes its part.
-    free_bytes = min(exchange(world, host_bytes_here() // num_local_ranks()))
-    spared = all_or_none(world, lambda: _spared(plan, len(row_names), free_bytes))
+    shares = exchange(world, shares_here(num_local_ranks(), request.disk_path))
+    spared = all_or_none(world, lambda: _spared(plan, len(row_names), *map(min, zip(*shares, strict=True))))
     host = all_or_none(world, lambda: HostMemory(flats, row_names, request.disk_path, pin, spared))
     units, places = build_units(model, plan.specs, plan.schedule, mesh.device, request.seed, host)
     scaler = LossScaler(mesh.device) if request.precision.loss_scaling else None
@@ -197,13 +197,13 @@ def _shard(world: Channel, plan: Prepared) -> list[ShardedOptimizer]:
     return sharded
 
 
-def _spared(plan: Prepared, num_rows: int, free_bytes: int) -> list[Flat]:
+def _spared(plan: Prepared, num_rows: int, on_host: int, on_disk: int) -> list[Flat]:
     """The flats for which spare memory is taken."""
     request = plan.request
-    ahead = [number for number, optimizer in enumerate(request.optimizers) if may_run_ahead(optimizer)]
+    ahead = {number for number, optimizer in enumerate(request.optimizers) if may_run_ahead(optimizer)}
     size = 0 if request.early_update else num_bytes_of(request.speculation)
-    host_bytes, is_gpu = round(HOST_SHARE * free_bytes), device().type == "cuda"
-    spares = spares_of(plan.schedule, num_rows, size, host_bytes, is_gpu, ahead)
+    shares, is_gpu = (round(HOST_SHARE * on_host), on_disk), device().type == "cuda"
+    spares = spares_of(plan.schedule, num_rows, size, shares, is_gpu, ahead)
     if spares.why_not:
         raise ConfigurationError(spares.why_not)
     return [flat for _, flat in spares.flats]

@@ -26,6 +26,9 @@ HSDP = "hsdp"
 DEEPSPEED = "deepspeed"
 NVME = "nvme"
 PEERS = ("fsdp2", OFFLOADED_FSDP2, HSDP, "fsdp1", "ddp", DEEPSPEED)
+# Thread blocks of a collective (channels of NCCL), each of which writes at most 64 bytes a clock of 2 GHz.
+MAX_BLOCKS = 32
+MAX_GIGABYTES_PER_S = MAX_BLOCKS * 64 * 2.0
 FLOORS = ("compute", "compute+update")  # lower bounds of the time of a step
 SINGLE_PROCESS = ("plain", *FLOORS)  # contenders that need no process group
 EXAMPLE = '{"blocks.[0-7]": "zero2", "*": "zero3"}'
@@ -257,8 +260,21 @@ def one_process(case: Case) -> Case:
     )
 
 
+def refuse_faster(fabric: Fabric, most: float = MAX_GIGABYTES_PER_S) -> None:
+    """Refuse links whose data would come faster than a collective can write it on the device that emulates them."""
+    links = {"intra": (fabric.intra, fabric.node_size), "inter": (fabric.inter, fabric.num_nodes)}
+    for wire, (link, num_ranks) in links.items():
+        if num_ranks > 1 and link.gigabytes_per_s > most:
+            raise ConfigurationError(
+                f"fabric: {wire}={link.gigabytes_per_s:g}GB/s cannot be emulated: the {MAX_BLOCKS} thread blocks of a "
+                f"collective write at most {most:.0f} GB/s; give a slower link"
+            )
+
+
 def settings_of(base: Case, shapes: Sequence[Shape], reduces: Sequence[str], fabrics: Sequence[Fabric]) -> list[Case]:
     """Return `base` with every combination of shape, reduction dtype and fabric. Each contender runs in each one."""
+    for fabric in fabrics:
+        refuse_faster(fabric)
     worlds = [
         replace(base, fabric=str(fabric), world_size=fabric.world_size, node_size=fabric.node_size)
         for fabric in fabrics

@@ -33,12 +33,11 @@ from torch._C._distributed_c10d import Store
 from ..base.errors import ConfigurationError, StateError
 from ..core.engine.streams import Event, current_stream
 from ..planner.hardware.links import WIRES, Fabric, Kind, Transfer, Wire, plan_transfer
+from .case import MAX_BLOCKS, refuse_faster
 
 BACKEND = "emulated"
 _SPIN_S = 2e-4  # a sleep ends late by about this much, so the end of a wait is a busy loop
-# A channel of NCCL is one thread block. It moves 20 to 25 GB/s over NVLink, and there are at most 32.
-_GIGABYTES_PER_S_OF_A_BLOCK = 25.0
-_MAX_BLOCKS = 32
+_GIGABYTES_PER_S_OF_A_BLOCK = 25.0  # a channel of NCCL is one thread block, and moves 20 to 25 GB/s over NVLink
 _THREADS_OF_A_BLOCK = 512
 _WORD_BYTES = 16
 _TRIAL_BYTES = 1 << 29  # larger than any cache
@@ -146,6 +145,7 @@ class Wires:
 
     @classmethod
     def make(cls, fabric: Fabric) -> "Wires":
+        refuse_faster(fabric)
         if not torch.cuda.is_available():
             return cls(fabric)
         wires = cls(fabric, torch.zeros(7, dtype=torch.int64, device="cuda"))
@@ -155,7 +155,7 @@ class Wires:
 
     def _refuse_links_that_are_too_fast(self) -> None:
         """Measure how fast the thread blocks of a collective write. Refuse links whose data would come faster."""
-        fabric, parts = self.fabric, 8
+        parts = 8
         memory = torch.zeros(_TRIAL_BYTES, dtype=torch.uint8, device="cuda")
         at_once = Transfer(dict.fromkeys(WIRES, 0.0), dict.fromkeys(WIRES, 0.0), 0.0)
         span = torch.empty(2, dtype=torch.int64, device="cuda")
@@ -166,14 +166,7 @@ class Wires:
             event.record()
         torch.cuda.synchronize()
         trial_s = min(begin.elapsed_time(end) for begin, end in itertools.pairwise(events)) * 1e-3
-        fastest = _TRIAL_BYTES * (parts - 1) / parts / trial_s / 1e9
-        links = {"intra": (fabric.intra, fabric.node_size), "inter": (fabric.inter, fabric.num_nodes)}
-        for wire, (link, num_ranks) in links.items():
-            if num_ranks > 1 and link.gigabytes_per_s > fastest:
-                raise ConfigurationError(
-                    f"fabric: {wire}={link.gigabytes_per_s:g}GB/s cannot be emulated: the {_MAX_BLOCKS} thread blocks "
-                    f"of a collective write at most {fastest:.0f} GB/s on this device; give a slower link"
-                )
+        refuse_faster(self.fabric, _TRIAL_BYTES * (parts - 1) / parts / trial_s / 1e9)
 
     def occupy_host(self, transfer: Transfer, not_before_s: float) -> float:
         """Start a transfer. Return the time of `time.perf_counter` at which it ends."""
@@ -201,7 +194,7 @@ class Wires:
         kernels = [Kernel("occupy", [self.cells, *occupied_ns, *moved, latency_ns, len(copies), span])]
         total, before = sum(copy.num_bytes for copy in copies) // _WORD_BYTES, 0
         rate = total * _WORD_BYTES / max(*occupied_ns, 1)  # GB/s
-        num_blocks = min(math.ceil(rate / _GIGABYTES_PER_S_OF_A_BLOCK), _MAX_BLOCKS)
+        num_blocks = min(math.ceil(rate / _GIGABYTES_PER_S_OF_A_BLOCK), MAX_BLOCKS)
         for number, copy in enumerate(copies, 1):
             num_words, (place, num_parts) = copy.num_bytes // _WORD_BYTES, part
             own = (place * num_words // num_parts, (place + 1) * num_words // num_parts)

@@ -70,6 +70,11 @@ class Machine:
         """Host memory of a node for offloaded state."""
         return round(HOST_SHARE * self.cluster.host_bytes)
 
+    @property
+    def shares(self) -> tuple[int, int]:
+        """Bytes of host and disk of each rank for offloaded state."""
+        return self.host_bytes // self.cluster.node_size, self.cluster.disk_bytes // self.cluster.node_size
+
     def lacks(self, gpu_bytes: int, host_bytes: int, disk_bytes: int) -> str:
         """Return a sentence about the first memory (GPU, host, disk) that is too small; empty if none is."""
         for what, needed, there, spare in (
@@ -174,12 +179,11 @@ class Assessment:
     @cached_property
     def spares(self) -> Spares:
         """Host memory of a rank for updates before the norm. Moments in fewer bits are updated after it."""
-        training, machine = self.training, self.machine
-        if not self.clips or training.engine != "shardwise":
+        training, machine, size = self.training, self.machine, num_bytes_of(self.training.speculation)
+        if not self.clips or training.engine != OURS or all(each.optimizer_on == "device" for each in self.layouts):
             return Spares()
-        size, host_bytes = num_bytes_of(training.speculation), machine.host_bytes // machine.cluster.node_size
-        rows, optimizers = int(training.num_moments), () if training.num_moments % 1 else (0,)
-        return spares_of(self.schedule, rows, size, host_bytes, machine.has_reserve, optimizers)
+        rows, optimizers = int(training.num_moments), set() if training.num_moments % 1 else {0}
+        return spares_of(self.schedule, rows, size, machine.shares, machine.has_reserve, optimizers)
 
     def _continued(self, cost: Callable[[Sequence[Event]], Sum]) -> Sum:
         """Cost a step. Each micro-batch that is not simulated costs what the third one adds to the first two."""
@@ -268,7 +272,9 @@ class Assessment:
     @cached_property
     def why_not(self) -> str:
         """The reason why the plan does not fit; empty if it fits."""
-        return self.machine.lacks(self.needed_bytes, self.host_bytes, self.disk_bytes) or self.spares.why_not
+        refused = self.training.why_not_on(layout.optimizer_on for layout in self.layouts)
+        lacks = self.machine.lacks(self.needed_bytes, self.host_bytes, self.disk_bytes)
+        return refused or lacks or self.spares.why_not
 
     @property
     def step_s(self) -> float:

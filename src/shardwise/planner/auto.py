@@ -129,9 +129,8 @@ def machine_here(world: Channel, axes: Axes, free_bytes: int, disk_path: Path | 
     with the least free bytes counts. All ranks must call this function, and all get the same value."""
     gpu, efficiency = _device_here(free_bytes, world)
     num_nodes = axes.world_size // axes.node_size
-    on_disk = 0 if disk_path is None else free_bytes_on(disk_path)
-    share = (host_bytes_here() // num_local_ranks(), on_disk // num_local_ranks())
-    host_bytes, disk_bytes = (min(sizes) for sizes in zip(*exchange(world, share), strict=True))
+    shares = exchange(world, shares_here(num_local_ranks(), disk_path))
+    host_bytes, disk_bytes = (min(sizes) for sizes in zip(*shares, strict=True))
     inter = gpu.intra if num_nodes == 1 else Link(50.0, 15.0)
     links = {"intra": gpu.intra, "inter": inter, **_measured_links(world, axes)}
     cluster = Cluster(
@@ -156,6 +155,12 @@ def host_bytes_here() -> int:
     memory = psutil.virtual_memory()
     limit = memory_limit(memory.total)
     return min(memory.available, memory.total if limit is None else limit)
+
+
+def shares_here(num_ranks: int, disk_path: Path | None) -> tuple[int, int]:
+    """Free bytes of host and disk for each of the ranks of this machine."""
+    on_disk = 0 if disk_path is None else free_bytes_on(disk_path)
+    return host_bytes_here() // num_ranks, on_disk // num_ranks
 
 
 def free_bytes_on(folder: Path) -> int:

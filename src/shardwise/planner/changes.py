@@ -47,6 +47,7 @@ MUCH_FASTER = 1.5
 # Larger batches: by this much, up to the tokens of a step with which Llama 3 began (arXiv 2407.21783, section 3.4.1).
 LARGER, MOST_TOKENS = {"micro_batch": 4, "num_micro_batches": 16}, 4 * 2**20
 SHORTEST_SEQ = 512
+MOST_TIMES = 20  # a change after which a step takes longer by more than this is no remedy
 Kind = Literal["same", "batch", "nodes", "numbers", "less"]
 SAME = "the same training"
 SUMS, OTHER_NUMBERS = "gradients are summed in bf16", "not the same numbers as"
@@ -291,6 +292,8 @@ def nearest_change(
                 changed = f"{moving(layout)} {flags_for(training, candidate, flags)}".rstrip()
                 saved = (entry.needed_bytes - after.needed_bytes) / 1e9
                 times = entry.tokens_per_s / after.tokens_per_s
+                if times > MOST_TIMES:
+                    continue
                 return f"{changed} ({description}: {saved:,.1f} GB less on each GPU, {times:.2f}x the time)"
 
     def fits_on(num_nodes: int) -> bool:

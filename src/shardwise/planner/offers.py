@@ -83,7 +83,7 @@ def smallest(
         raise ConfigurationError(f"--days {days:g}: give a number above 0, and --tokens, the length of the training")
     global_batch, node = asked.get("global_batch"), machine_of(cluster)
     if node.cluster.num_nodes > 1:
-        raise ConfigurationError(f"--gpus: {node.cluster}: the number of nodes is searched; name one node")
+        raise ConfigurationError(f"GPUs: {node.cluster}: the number of nodes is searched; name one node")
     sizes = _sizes(node)
     machines = [m for m in sizes if global_batch is None or global_batch % m.cluster.world_size == 0]
     quick = {**asked, "strategy": asked.get("strategy") or MOST_SPLIT}

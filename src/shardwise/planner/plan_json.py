@@ -19,7 +19,7 @@ from .cost.peak import CLASSES, Instant
 from .cost.step_time import Span
 from .planning import Plan
 from .search import label_of, strategy_of
-from .states import States, StatesRow
+from .states import STATE_FIELDS, States, StatesRow
 from .training import OURS, TITLES
 
 Json = dict[str, Any]
@@ -42,7 +42,7 @@ def plan_as_json(plan: Plan | States, num_tokens: float | None = None) -> Json:
     ours = plan.ours if isinstance(plan, Plan) else None
     others: list[Json] = []
     if isinstance(plan, States):
-        rows = [_row(row) for row in plan.rows]
+        rows, training = [_row(row) for row in plan.rows], {name: training[name] for name in STATE_FIELDS}
     else:
         # Settings that the planner had to choose are shown as "auto" or null.
         if any(len(trainings) > 1 for trainings in plan.choice):

@@ -23,12 +23,13 @@ from .search import (
     mixtures,
     offloads,
     presets,
+    tried_layouts,
 )
 from .shapes.names import is_file
 from .shapes.shape import ModelShape, StatesOnly
-from .states import States, states_of
+from .states import STATE_FIELDS, States, states_of
 from .subject import Built, Planned, model_of, subject_for
-from .training import OURS, USUAL_SEQ, Checkpointing, Lora, Training
+from .training import OURS, USUAL_SEQ, Checkpointing, Lora, Training, check_speculation
 
 if TYPE_CHECKING:
     from torch import nn
@@ -152,19 +153,25 @@ def plan(
     machine, is_named = machine_of(cluster), isinstance(model, str) and not is_file(model)
     subject = _subject(found, is_named, training)
     if isinstance(subject, StatesOnly):
-        if global_batch is not None or training.compile or training.engine != "shardwise":
+        unused = [] if global_batch is None else ["global_batch"]
+        usual = Training(seq=training.seq) if isinstance(found, Built) else Training()
+        free = [name for name in known if name not in STATE_FIELDS]
+        unused += [name for name in free if getattr(training, name) != getattr(usual, name)]
+        if unused:
             raise ConfigurationError(
-                f"{subject.name}: a global batch, compiled blocks and another engine need a real shape; of the states "
-                "alone precision, optimizer, accumulation and strategy are planned"
+                f"{subject.name}: {', '.join(unused)} need a real shape; of the states alone precision, optimizer, "
+                "accumulation and strategy are planned; leave the others out"
             )
         return states_of(subject, machine, training, strategy)
+    assess = Assessor(subject, machine)
+    check_speculation(training.speculation, tried_layouts(strategy, assess.unit_names), machine.shares)
     modes: tuple[Checkpointing, ...] = (training.checkpointing,)
     if checkpointing == OPEN and isinstance(found, (ModelShape, Built)):
         modes = MODES if isinstance(found, ModelShape) else ("none", "full")
     question = Question(
         subject_for=partial(_subject, found, is_named),
         has_shape=isinstance(found, ModelShape),
-        assess=Assessor(subject, machine),
+        assess=assess,
         training=training,
         modes=modes,
         strategy=strategy,

@@ -288,6 +288,14 @@ def changes_after_auto(strategy: Strategy | None) -> list[str] | None:
     return moves if name == AUTO else None
 
 
+def tried_layouts(strategy: Strategy | None, unit_names: Sequence[str]) -> list[Layout]:
+    """Return the layouts of a requested strategy: of each unit, or for `auto` the presets, changed as it says."""
+    moves = changes_after_auto(strategy)
+    if strategy is None or moves == []:
+        return list(PRESETS.values())
+    return changed_presets(moves) if moves else layouts_for(strategy, unit_names)
+
+
 def changed_presets(moves: Sequence[str]) -> list[Layout]:
     """Apply these changes to the presets without offload or codecs of their own, if the layout allows them."""
     found: list[Layout] = []

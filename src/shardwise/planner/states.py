@@ -9,8 +9,7 @@ and gradients are fp32 by default. Traffic is that of one matrix of this size, w
 from dataclasses import dataclass, replace
 
 from ..base.dtypes import BF16, FP16
-from ..base.errors import ConfigurationError
-from ..core.layout import PRESETS, Layout, Strategy, layouts_for
+from ..core.layout import Layout, Strategy
 from ..core.schedule.flat import Pass, flats_of
 from ..core.schedule.model import ROOT, Param, Site, UnitSpec
 from ..core.schedule.state_bytes import OffDevice, saved_error_bytes
@@ -19,10 +18,12 @@ from ..core.schedule.unit_status import FlatGather
 from .assess import Machine
 from .cost.peak import Instant, Memory, Reserved
 from .events import StepTraffic, gather_event, reduce_event, traffic_of, update_event
-from .search import changed_presets, changes_after_auto
+from .search import tried_layouts
 from .shapes.shape import StatesOnly
 from .training import Training
 
+# Settings that decide the states; every other one is refused.
+STATE_FIELDS = ("precision", "optimizer", "moments", "num_micro_batches")
 ROOM = 0.75  # share of the GPU's memory for the states; activations need the rest
 
 
@@ -57,7 +58,8 @@ class StatesRow:
 
     @property
     def why_not(self) -> str:
-        return self.machine.lacks(self.total + self.machine.context_bytes, self.host_bytes, self.disk_bytes)
+        lacks = self.machine.lacks(self.total + self.machine.context_bytes, self.host_bytes, self.disk_bytes)
+        return self.training.why_not_on([self.layout.optimizer_on]) or lacks
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,14 +93,8 @@ class States:
 
 def states_of(shape: StatesOnly, machine: Machine, training: Training, strategy: Strategy | None = None) -> States:
     """Return the states of every preset, with the changes that follow `auto+`, or of the one requested strategy."""
-    if training.lora is not None:
-        raise ConfigurationError(f"{shape.name} with adapters: where they go needs a real shape")
-    moves = changes_after_auto(strategy)
-    layouts = PRESETS
-    if strategy is not None and moves != []:
-        asked = changed_presets(moves) if moves else layouts_for(strategy, [ROOT])
-        layouts = {layout.name: layout for layout in asked}
-    rows = [_row(name, layout, shape.num_params, machine, training) for name, layout in layouts.items()]
+    layouts = tried_layouts(strategy, [ROOT])
+    rows = [_row(layout.name, layout, shape.num_params, machine, training) for layout in layouts]
     return States(shape, machine, training, tuple(rows))
 
 

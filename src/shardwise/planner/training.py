@@ -1,13 +1,14 @@
 """Settings of a step that decide memory, traffic and time."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from ..base.dtypes import FP32
 from ..base.errors import ConfigurationError, did_you_mean
-from ..core.layout import AUTO
+from ..core.layout import AUTO, Layout, Place
 from ..core.precision import Precision, precision_of
+from ..core.schedule.state_bytes import why_no_spares
 from .hardware.cluster import bytes_of
 
 Optimizer = Literal["adamw", "adamw8bit", "sgd"]
@@ -136,6 +137,15 @@ class Training:
         """Tokens per micro-batch."""
         return self.seq * self.micro_batch
 
+    def why_not_on(self, places: Iterable[Place]) -> str:
+        """Say why our engine would refuse the optimizer's state in these places; empty if it would not."""
+        found = set(places) if self.optimizer == "adamw8bit" and self.engine == OURS else set()
+        if "disk" in found:
+            return "puts 8-bit moments on disk, where they cannot be: take adamw, or optimizer=host"
+        if "host" in found and self.formats.master != FP32:
+            return "updates 8-bit moments on the host, which needs fp32 masters next to them: take bf16, or adamw"
+        return ""
+
     @property
     def num_moments(self) -> float:
         """Memory of the moments, as a multiple of the memory of the masters."""
@@ -147,6 +157,14 @@ class Training:
         if self.moments is not None:
             return self.moments * master_itemsize
         return MOMENTS[self.optimizer] * MOMENT_BYTES.get(self.optimizer, master_itemsize)
+
+
+def check_speculation(speculation: int | str, layouts: Iterable[Layout], shares: tuple[int, int]) -> None:
+    """Refuse a size that no model could use with these layouts. `shares`: a rank's bytes of host and disk."""
+    able = (each for each in layouts if each.params_on != "disk" or each.params != each.optimizer)
+    size, places = num_bytes_of(speculation), {each.optimizer_on for each in able} - {"device"}
+    if size and (why := why_no_spares(size, places, *shares)):
+        raise ConfigurationError(why)
 
 
 def num_bytes_of(speculation: int | str) -> int | None:

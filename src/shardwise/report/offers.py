@@ -2,12 +2,12 @@
 
 import shutil
 
-from ..base.text import count
-from .plan_facts import Json, Plan, Strategy, decimal, gigabytes, number, percent, rows, text_of, whole
-from .table import PLAIN, WIDTH, _laid_out, _over, _width, _wrapped
+from .plan_facts import Json, Plan, Strategy, rows, text_of
+from .table import PLAIN, WIDTH, _wrapped, columns_of, laid_out
 
 # If a row is too wide, columns are dropped in this order.
-LEAST = ("tok/step", "with", "MFU", "tok/s/GPU", "GPU-hours", "fits", "tok/s", "strategy")
+LEAST = ("tok/step", "with", "MFU", "tok/s/GPU", "GPU-hours", "fits", "tok/s")
+SHOWN = ("cluster", "strategy", "GB per GPU", "days", "dollars", *LEAST)
 
 
 def show(answer: Json) -> None:
@@ -22,15 +22,9 @@ def table(answer: Json, width: int = PLAIN) -> str:
     plan, wide = Plan(answer), min(width, WIDTH)
     lines = [*_wrapped(f"Take {names[best]}: {words}" if best else f"Nothing to take: {words}", "", wide), ""]
     lines += [*_wrapped("; ".join(filter(None, [plan.model_words, plan.training_words])), "  ", wide), ""]
-    columns = _columns(fitting, names)
-    for least in LEAST:
-        if columns and _over(columns, width - 2) > 0:
-            columns.pop(least, None)
-    widths = {title: _width(title, cells) for title, cells in columns.items()}
-    lines += [f"  {_laid_out({title: title for title in columns}, widths)}"] if columns else []
-    for index, strategy in enumerate(fitting):
-        text = _laid_out({title: cells[index] for title, cells in columns.items()}, widths)
-        lines.append(f"{'>' if strategy is best else ' '} {text}"[:width])
+    if fitting:
+        columns = {title: cells for title, cells in columns_of(fitting).items() if title in SHOWN}
+        lines += laid_out(columns, width, LEAST, None if best is None else fitting.index(best))
     for strategy in found:
         why = text_of(strategy.row.get("why_not"))
         lines += [] if strategy.fits else _wrapped(why, f"  {names[strategy]}: ", wide, 4)
@@ -41,22 +35,3 @@ def noted(notes: list[str], width: int = WIDTH) -> list[str]:
     """Return lines with notes, after an empty line."""
     lines = [line for note in notes for line in _wrapped(text_of(note), "  note: ", min(width, WIDTH), 4)]
     return ["", *lines] if lines else []
-
-
-def _columns(found: list[Strategy], names: dict[Strategy, str]) -> dict[str, list[str]]:
-    of = [f" of {s.amount('cluster', 'gpu', 'memory_bytes') / 1e9:.0f}" for s in found]
-    columns = {
-        "cluster": [names[s] for s in found],
-        "strategy": [s.name for s in found],
-        "with": [", ".join(filter(None, (s.micro, s.checkpointing))) for s in found],
-        "fits": ["tight" if s.is_tight else "yes" for s in found],
-        "GB per GPU": [f"{gigabytes(s.needed)}{words}" for s, words in zip(found, of, strict=True)],
-        "tok/s": [whole(s.amount("tokens_per_second")) for s in found],
-        "tok/s/GPU": [whole(s.speed) for s in found],
-        "MFU": [percent(s.mfu) for s in found],
-        "tok/step": [count(s.amount("tokens_per_step")) for s in found],
-        "days": [decimal(number(s.row.get("days"))) for s in found],
-        "GPU-hours": [decimal(number(s.row.get("gpu_hours"))) for s in found],
-        "dollars": [decimal(number(s.row.get("dollars"))) for s in found],
-    }
-    return {title: cells for title, cells in columns.items() if set(cells) - {"-"}}

@@ -6,11 +6,11 @@ log file; on a terminal the recommended line is bold and strategies that do not 
 
 import shutil
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from ..base.text import seconds
-from .plan_facts import Json, Plan, gigabytes, percent, whole
+from ..base.text import count, seconds
+from .plan_facts import Json, Plan, Strategy, decimal, gigabytes, mapping, number, percent, text_of, whole
 
 WIDTH = 100  # maximum width of sentences
 NARROWEST = 40
@@ -24,6 +24,7 @@ LEFT = ("cluster", "strategy", "with", "fits", "of ")  # columns that are aligne
 # host and disk are the first ones, unless the recommended strategy needs them.
 OFFLOADED = ("disk GB", "host GB")
 LEAST = ("GB in node", "between", INTERVALS, "of ", "free", "MFU", "days", "unclipped", "tok/s/", "with")
+COSTS = ("GPU-hours", "dollars")  # those of the recommended strategy are in the first line
 
 
 class Line(NamedTuple):
@@ -76,13 +77,13 @@ def _lines(plan: Plan, width: int) -> Iterator[Line]:
     best = plan.best
     needs_host = best is not None and best.amount("host_bytes")
     order = (*LEAST[:-2], *OFFLOADED, *LEAST[-2:]) if needs_host else (*OFFLOADED, *LEAST)
-    columns = _narrowed(_columns(plan), width - 2, order)
-    widths = {title: _width(title, cells) for title, cells in columns.items()}
-    yield Line(f"  {_laid_out({title: title for title in columns}, widths)}"[:width], "dim")
-    for index, strategy in enumerate(plan.shown):
-        text = _laid_out({title: cells[index] for title, cells in columns.items()}, widths)
-        style = "bold green" if strategy is best else "" if strategy.fits else "dim"
-        yield Line(f"{'>' if strategy is best else ' '} {text}"[:width], style)
+    columns = {
+        title: cells for title, cells in columns_of(plan.shown, plan.device, plan.limit).items() if title not in COSTS
+    }
+    header, *texts = laid_out(columns, width, order, None if best is None else plan.shown.index(best))
+    yield Line(header, "dim")
+    for strategy, text in zip(plan.shown, texts, strict=True):
+        yield Line(text, "bold green" if strategy is best else "" if strategy.fits else "dim")
     if not all(strategy.is_exact for strategy in plan.strategies):
         yield Line(f"  {ROUNDS} rounds what is sent: chosen only on request", "dim")
     if any(strategy.is_tight for strategy in plan.strategies):
@@ -107,7 +108,7 @@ def _lines(plan: Plan, width: int) -> Iterator[Line]:
             yield from (Line(line) for line in _wrapped(text, f"    {last:<{longest}}  ", wide, 6 + longest))
 
 
-def _narrowed(columns: dict[str, list[str]], width: int, order: tuple[str, ...]) -> dict[str, list[str]]:
+def _narrowed(columns: dict[str, list[str]], width: int, order: Sequence[str]) -> dict[str, list[str]]:
     """Drop the least important columns until the row fits; then cut names."""
     for least in order:
         if _over(columns, width) <= 0:
@@ -132,46 +133,54 @@ def _width(title: str, cells: list[str]) -> int:
     return max(len(title), *map(len, cells))
 
 
-def _columns(plan: Plan) -> dict[str, list[str]]:
-    shown, device = plan.shown, plan.device
-    between = [
-        f" ({gigabytes(s.interval[0])}-{gigabytes(s.interval[1])})" if s.fits and s.interval else "" for s in shown
+def columns_of(shown: list[Strategy], device: str = "GPU", limit: float | None = None) -> dict[str, list[str]]:
+    """Return the columns that have a value in some row: of the strategies of a plan, or of clusters compared."""
+    clusters = [text_of(mapping(s.row.get("cluster")).get("name")) for s in shown]
+    after = [
+        f" of {s.amount('cluster', 'gpu', 'memory_bytes') / 1e9:.0f}"
+        if cluster
+        else f" ({gigabytes(s.interval[0])}-{gigabytes(s.interval[1])})"
+        if s.fits and s.interval
+        else ""
+        for s, cluster in zip(shown, clusters, strict=True)
     ]
-    # Settings in which strategies differ, in short: mb 4 x 2, full.
-    settings = ([s.micro for s in shown], [s.checkpointing for s in shown])
-    differing = [column for column in settings if len(set(column)) > 1]
+    # Settings in short: mb 4 x 2, full. Of a plan, those in which its strategies differ.
+    settings = [[s.micro for s in shown], [s.checkpointing for s in shown]]
+    settings = [column for column in settings if any(clusters) or len(set(column)) > 1]
     columns = {
+        "cluster": clusters,
         "strategy": [s.title if s.is_exact else f"{s.title}{ROUNDS}" for s in shown],
-        "with": [", ".join(filter(None, words)) or "-" for words in zip(*differing, strict=True)],
+        "with": [", ".join(filter(None, words)) or "-" for words in zip(*settings, strict=True)],
         "fits": ["tight" if s.is_tight else "yes" if s.fits else "no" for s in shown],
-        f"GB per {device}": [f"{gigabytes(s.needed)}{words}" for s, words in zip(shown, between, strict=True)],
-        "free": [gigabytes(s.room) if s.fits and s.room is not None else "-" for s in shown]
-        if any(s.room is not None for s in shown)
-        else [],
-        f"of {(plan.limit or 0) / 1e9:.0f} GB": [_bar(s.needed / plan.limit) for s in shown if plan.limit],
+        f"GB per {device}": [f"{gigabytes(s.needed)}{words}" for s, words in zip(shown, after, strict=True)],
+        "free": [gigabytes(s.room) if s.fits and s.room is not None else "-" for s in shown],
+        f"of {(limit or 0) / 1e9:.0f} GB": [_bar(s.needed / limit) for s in shown if limit],
         "step": [seconds(s.step_s) for s in shown],
-        "unclipped": [seconds(s.unclipped_s) for s in shown] if any(s.unclipped_s for s in shown) else [],
+        "unclipped": [seconds(s.unclipped_s) for s in shown],
+        "tok/s": [whole(number(s.row.get("tokens_per_second"))) for s in shown],
         f"tok/s/{device}": [whole(s.speed) for s in shown],
         "MFU": [percent(s.mfu) for s in shown],
-        "days": [s.days or "-" for s in shown] if any(s.days for s in shown) else [],
+        "tok/step": [count(s.amount("tokens_per_step")) for s in shown],
     }
+    for title, cost in (("days", "days"), ("GPU-hours", "gpu_hours"), ("dollars", "dollars")):
+        columns[title] = [decimal(number(s.row.get(cost))) for s in shown]
     for title, names in {
         "GB in node": ("traffic_bytes", "intra_node"),
         "between": ("traffic_bytes", "inter_node"),
         "host GB": ("host_bytes",),
         "disk GB": ("disk_bytes",),
     }.items():
-        if plan.uses(*names):
-            columns[title] = [gigabytes(s.amount(*names)) if s.amount(*names) else "-" for s in shown]
-    return {title: cells for title, cells in columns.items() if cells}
+        columns[title] = [gigabytes(s.amount(*names)) if s.amount(*names) else "-" for s in shown]
+    return {title: cells for title, cells in columns.items() if set(cells) - {"-", "0", ""}}
 
 
-def _laid_out(cells: dict[str, str], widths: dict[str, int]) -> str:
-    laid = [
-        f"{cell:<{widths[title]}}" if title.startswith(LEFT) else f"{cell:>{widths[title]}}"
-        for title, cell in cells.items()
-    ]
-    return "  ".join(laid).rstrip()
+def laid_out(columns: dict[str, list[str]], width: int, order: Sequence[str], best: int | None) -> list[str]:
+    """Return the titles and a line for each row; ">" marks the row with the index `best`."""
+    columns = _narrowed(columns, width - 2, order)
+    pads = {title: (str.ljust if title.startswith(LEFT) else str.rjust) for title in columns}
+    padded = [[pads[title](cell, _width(title, cells)) for cell in (title, *cells)] for title, cells in columns.items()]
+    rows = enumerate(zip(*padded, strict=True), -1)
+    return [f"{'>' if index == best else ' '} {'  '.join(cells).rstrip()}"[:width] for index, cells in rows]
 
 
 def _bar(share: float) -> str:

@@ -12,9 +12,11 @@ import torch
 
 from ..base.errors import CheckpointError, ConfigurationError
 from ..checkpoint.opened import open_checkpoint
-from ..core.mesh import require_nodes
-from ..planner.auto import host_bytes_here
-from ..planner.training import num_bytes_of
+from ..core.mesh import is_joined, num_local_ranks, require_nodes
+from ..core.schedule.state_bytes import HOST_SHARE
+from ..planner.auto import shares_here
+from ..planner.search import tried_layouts
+from ..planner.training import check_speculation, num_bytes_of
 from .data.prepare import prepare
 from .data.samples import Samples, open_samples
 from .data.tokenizer import Tokenizer, tokenizer_for
@@ -22,10 +24,10 @@ from .models.build import build
 from .models.facts import ModelFacts, check, require_vocabulary
 from .models.restore import is_model
 from .models.weights import names_of
-from .offload import check_strategy, offload_of
+from .offload import check_strategy, is_auto, layouts_of, offload_of, strategy_of, updates_early
 from .run_folder import AUTO as AUTO_RESUME
 from .run_folder import DATA, LATEST, run_folder, writing_to
-from .settings import Batching, Settings, batching_of
+from .settings import Batching, Settings, batching_of, num_nodes
 
 DEFAULT_SEQ_LENGTH = 2048
 NUM_SAMPLES_CHECKED = 200
@@ -117,10 +119,13 @@ def check_all(settings: Settings, num_ranks: int) -> Checked:
     folder = offload_of(settings.offload).folder
     if folder is not None and not folder.is_dir():
         raise ConfigurationError(f"offload: {folder} is not a folder: make it, or name one that is there")
-    spare, free = num_bytes_of(settings.speculation) or 0, host_bytes_here()
-    if spare > free and folder is None:  # each rank's share is checked later, and so is a disk
+    num_here = num_local_ranks() if is_joined() else num_ranks // num_nodes(settings.nnodes)[0]
+    (on_host, on_disk), asked = shares_here(num_here, folder), strategy_of(settings)
+    layouts = tried_layouts(asked, ()) if is_auto(asked) else layouts_of(asked).values()
+    check_speculation(settings.speculation, layouts, (round(HOST_SHARE * on_host), on_disk))
+    if num_bytes_of(settings.speculation) and updates_early(settings):
         raise ConfigurationError(
-            f"speculation is {spare:,} bytes for each rank, and this host has {free:,}: give less, or 0 for none"
+            f"speculation {settings.speculation} with max_grad_norm 0: no update waits for the norm; set it to 'auto'"
         )
     if settings.node_size is not None:
         require_nodes(num_ranks, settings.node_size)

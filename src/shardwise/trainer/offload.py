@@ -90,7 +90,7 @@ def check_strategy(strategy: Named, words: Sequence[str], wire: Sequence[str] = 
     for name in strategy.values() if isinstance(strategy, dict) else ():
         layout_of(name)
     asked = offload.applied_to(strategy)
-    layouts = _layouts(asked)
+    layouts = layouts_of(asked)
     on_disk = [name for name, layout in layouts.items() if layout.uses_disk]
     if on_disk and offload.folder is None:
         raise ConfigurationError(
@@ -108,7 +108,7 @@ def without_unused_folder(settings: Settings) -> Settings:
     """Remove the folder from `offload` if the strategy puts nothing on disk."""
     without = replace(settings, offload=tuple(word for word in settings.offload if "=" in word))
     strategy = strategy_of(without)
-    uses_disk = is_auto(strategy) or any(layout.uses_disk for layout in _layouts(strategy).values())
+    uses_disk = is_auto(strategy) or any(layout.uses_disk for layout in layouts_of(strategy).values())
     return settings if uses_disk else without
 
 
@@ -117,7 +117,7 @@ def updates_early(settings: Settings) -> bool:
     needs all gradients, as clipping does. For `auto`, only its moves count: its choice is not known here."""
     if settings.max_grad_norm or settings.precision == "fp16" or settings.skip_nonfinite:
         return False
-    return any(layout.optimizer_on != "device" for layout in _layouts(strategy_of(settings)).values())
+    return any(layout.optimizer_on != "device" for layout in layouts_of(strategy_of(settings)).values())
 
 
 def speculation_of(settings: Settings) -> str:
@@ -125,7 +125,7 @@ def speculation_of(settings: Settings) -> str:
     return "0" if settings.async_save and settings.speculation == AUTO else settings.speculation
 
 
-def _layouts(asked: Named) -> dict[str, Layout]:
+def layouts_of(asked: Named) -> dict[str, Layout]:
     layouts = {}
     for name in asked.values() if isinstance(asked, dict) else [asked]:
         # Instead of `auto`, check the preset that splits most: if any preset allows a move, this one does.

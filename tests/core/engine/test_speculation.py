@@ -677,13 +677,18 @@ def refusal(strategy: str, options: dict[str, Any]) -> str:
     ("strategy", "options", "words"),
     [
         ("zero2_offload", {"speculation": 10**15}, ["1,000,000,000,000,000", "give less"]),
+        (
+            "zero2_offload+optimizer=disk",
+            {"speculation": 10**17, "disk_path": "/tmp"},
+            ["disk have", "less"],
+        ),
         ("zero2_offload", {"speculation": 100}, ["100", "give more"]),
         ("zero2_offload", {"speculation": -1}, ["-1"]),
         ("zero2_offload", {"speculation": "much"}, ["much"]),
         ("zero2_offload", {"speculation": True}, ["True"]),
         ("zero2_offload", {"speculation": "1GB", "early_update": True}, ["1GB", "early_update"]),
-        ("zero2", {"speculation": "1GB"}, ["1GB", "off the device", "set it to 'auto'"]),
-        ("zero3_nvme", {"speculation": "1GB", "disk_path": "/tmp"}, ["1GB", "updated ahead"]),
+        ("zero2", {"speculation": "1GB"}, ["1,000,000,000", "off the device", "set it to 'auto'"]),
+        ("zero3_nvme", {"speculation": "1GB", "disk_path": "/tmp"}, ["1,000,000,000", "updated ahead"]),
     ],
 )
 def test_refused_on_every_rank(run_ranks: Pool, strategy: str, options: dict[str, Any], words: list[str]) -> None:

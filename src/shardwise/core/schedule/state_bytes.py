@@ -6,13 +6,14 @@ chunk is updated, others are read and written. Parameters are read unit by unit 
 """
 
 from collections import Counter
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Literal, NamedTuple
 
 from ...base.dtypes import BF16, DType
 from ...base.files import ALIGNMENT
 from ...base.intervals import Interval, round_up
+from ..layout import Place
 from .flat import Flat
 from .step_schedule import Schedule
 
@@ -152,24 +153,20 @@ class Spares(NamedTuple):
 
 
 def spares_of(
-    schedule: Schedule,
-    num_rows: int,
-    speculation: int | None,
-    host_bytes: int,
-    is_gpu: bool,
-    optimizers: Container[int] = (0,),
+    schedule: Schedule, num_rows: int, speculation: int | None, shares: tuple[int, int], is_gpu: bool, able: set[int]
 ) -> Spares:
     """Choose the flats that get spare memory: those whose gradients come first in a backward. `speculation`: its bytes
-    on host and disk together, or None for half of what this rank's share of the host, `host_bytes`, has left next to
-    the arena, and nothing on disk. `optimizers`: the numbers of those whose updates can run ahead."""
+    on host and disk together, or None for half of what this rank's share of the host has left next to the arena, and
+    nothing on disk. `shares`: of host and disk. `able`: the numbers of the optimizers whose updates can run ahead."""
     units = schedule.units
-    all_flats = [(at, flat) for at in schedule.reduce_order for flat in units[at].flats if flat.host_updates]
-    flats = [(at, flat) for at, flat in all_flats if flat.may_update_ahead and flat.optimizer in optimizers]
     # On CPUs updates take the model's cores. Nobody knows yet how much memory offloaded activations will take.
     is_off = not is_gpu or any(unit.layout.activations_on == "host" for unit in units)
-    if speculation == 0 or not all_flats or (speculation is None and is_off):
+    if speculation == 0 or (speculation is None and is_off):
         return Spares()
-    left = max(host_bytes - off_device([unit.flats for unit in units], num_rows).host, 0)
+    flats = [(at, flat) for at in schedule.reduce_order for flat in units[at].flats if flat.may_update_ahead]
+    flats = [(at, flat) for at, flat in flats if flat.optimizer in able]
+    taken = off_device([unit.flats for unit in units], num_rows)
+    left, disk_left = max(shares[0] - taken.host, 0), max(shares[1] - taken.disk, 0)
     budget, on_host, on_disk, found = left // 2 if speculation is None else speculation, 0, 0, []
     sizes = [spare_bytes(flat, num_rows) for _, flat in flats]
     for each, (host, disk) in zip(flats, sizes, strict=True):
@@ -177,16 +174,19 @@ def spares_of(
         if fits and not (disk and speculation is None):
             found.append(each)
             on_host, on_disk = on_host + host, on_disk + disk
-    why_not, least = "", min(map(sum, sizes), default=0)
-    if not flats:
-        why_not = "no state that can be updated ahead is off the device (docs/offload.md): leave it out"
-    elif (budget > left and not any(disk for _, disk in sizes)) or (not found and budget >= least):
-        why_not = f"the host has {left:,} for each rank next to its offloaded state: give less, or 0 for none"
-    elif not found:
-        why_not = f"the update of the smallest unit needs {least:,}: give more, or 0 for none"
-    if speculation is not None and why_not:
-        return Spares(why_not=f"speculation is {speculation:,} bytes, and {why_not}")
-    return Spares(tuple(found), on_host, on_disk)
+    why_not, places, least = "", {flat.master_on for _, flat in flats}, min(map(sum, sizes), default=0)
+    if speculation is not None and not (why_not := why_no_spares(speculation, places, left, disk_left)) and not found:
+        why_not = f"speculation is {speculation:,} bytes, and the smallest unit needs {least:,}: give more, or 0"
+    return Spares(why_not=why_not) if why_not else Spares(tuple(found), on_host, on_disk)
+
+
+def why_no_spares(speculation: int, places: set[Place], on_host: int, on_disk: int) -> str:
+    """Return why no rank can use this size; empty if it may. `places`: of the state that can be updated ahead. The rest
+    are a rank's bytes of host and disk: all of its share, if its model is not known yet, or what is left."""
+    has, room = ("host and disk have", on_host + on_disk) if "disk" in places else ("the host has", on_host)
+    why = f"{has} {room:,} left for each rank: give less, or 0 for none" if speculation > room else ""
+    why = why if places else "no state that can be updated ahead is off the device (docs/offload.md): set it to 'auto'"
+    return why and f"speculation is {speculation:,} bytes, and {why}"
 
 
 def disk_pieces(flat: Flat, num_rows: float) -> Iterator[int]:

@@ -124,11 +124,11 @@ def parse_gpus(text: str) -> tuple[int, Gpu]:
 def _counted(text: str) -> tuple[int, str]:
     words = str(text).strip()
     if not words:
-        raise ConfigurationError(f"--gpus: {text!r} names no GPU; write {EXAMPLE}")
+        raise ConfigurationError(f"GPUs: {text!r} names no GPU; write {EXAMPLE}")
     found = _COUNT.fullmatch(words)
     count, name = found.groups() if found else ("1", words)
     if not re.fullmatch(r"\d{1,6}", count) or not 1 <= int(count) <= MOST_IN_ALL:
-        raise ConfigurationError(f"--gpus: {count} GPUs in {text!r}; give a whole number from 1 to {MOST_IN_ALL}")
+        raise ConfigurationError(f"GPUs: {count} GPUs in {text!r}; give a whole number from 1 to {MOST_IN_ALL}")
     return int(count), name
 
 
@@ -151,7 +151,7 @@ def make_cluster(
     instance = _INSTANCES.get(letters_of(name).removeprefix("standard"))
     if instance or _COUNT.fullmatch(name):
         if nodes is not None and count > 1:
-            raise ConfigurationError(f"--gpus: {gpus} has a number of nodes, but --nodes {nodes} too: leave one out")
+            raise ConfigurationError(f"GPUs: {gpus} has a number of nodes, but --nodes {nodes} too: leave one out")
         gpus, usual, host = instance or (name, None, None)
         nodes = count if nodes is None else nodes
         network, host_memory = network or usual, host_memory or host
@@ -160,7 +160,7 @@ def make_cluster(
     if nodes is None and node_size > most:
         if node_size % most:
             raise ConfigurationError(
-                f"--gpus: {node_size} GPUs are no multiple of a node of {most} {gpu.name}; give the GPUs of one node "
+                f"GPUs: {node_size} GPUs are no multiple of a node of {most} {gpu.name}; give the GPUs of one node "
                 f"and --nodes; --nodes 1 makes {node_size} GPUs one node"
             )
         node_size, nodes = most, node_size // most
@@ -340,7 +340,7 @@ def cluster_in(measured: Measured, num_ranks: int | None = None, nodes: int = 1,
     most = measured.num_devices if measured.kind == "cuda" else None
     num_ranks = num_ranks or most or CPU_RANKS
     if most is not None and num_ranks > most:
-        raise ConfigurationError(f"--gpus: {num_ranks}, but {most} were measured; name GPUs of the table instead")
+        raise ConfigurationError(f"GPUs: {num_ranks}, but {most} were measured; name GPUs of the table instead")
     gpu = gpu_in(measured, num_ranks)
     name = network or gpu.network
     gathered, reduced = measured.gather_bytes_per_s, measured.all_reduce_bytes_per_s

@@ -165,7 +165,7 @@ _BY_LETTERS = {letters_of(name): gpu for name, gpu in GPUS.items()}
 _BY_LETTERS |= {alias: GPUS[name] for alias, name in DATA["aliases"].items()}
 
 
-def gpu_named(name: str, flag: str = "--gpus") -> Gpu:
+def gpu_named(name: str, flag: str = "GPUs") -> Gpu:
     """Look up a GPU: `H100-80GB`, `h100`, `RTX 4090`, `A100-SXM4-80GB`. Only letters and digits count."""
     letters = re.sub(r"^(nvidia|amd|tesla|geforce)+", "", letters_of(re.sub(r"sxm\d?", "", name.lower())))
     if letters in _BY_LETTERS:

@@ -225,15 +225,15 @@ def module_of_config(name: str, config: Config, why: str) -> "nn.Module":
             f"that does, {_ALTERNATIVES}"
         )
     for key, value in _numbers_in(config):
-        if "layer" in key and value > MOST_LAYERS:
-            raise ConfigurationError(f"model {name!r}: {key} is {value:,}, but at most {MOST_LAYERS:,} is planned for")
+        if ("layer" in key and value > MOST_LAYERS) or (key == "num_hidden_layers" and value < 1):
+            raise ConfigurationError(f"model {name!r}: {key} is {value:,}, but 1 to {MOST_LAYERS:,} are planned for")
     try:
         with warnings.catch_warnings(), torch.device("meta"):
             warnings.simplefilter("ignore")
             hf_config: Any = transformers.CONFIG_MAPPING[kind].from_dict(_decoded(config))
             return _class_for(transformers, hf_config, config)._from_config(hf_config)
     except Exception as error:  # the code of any transformers model runs here
-        reason = str(error).strip().partition("\n")[0]
+        reason = str(error).strip().partition("\n")[0].rstrip(":")
         raise ConfigurationError(
             f"model {name!r}: {why}, so the model itself is counted, and transformers cannot build it: "
             f"{type(error).__name__}: {reason}; {_ALTERNATIVES.removeprefix('or ')}"

@@ -182,7 +182,7 @@ _SIZES = {
 # Code whose blocks are all alike: what may differ in it, and values that it always has.
 _HAS: dict[str, tuple[str, set[str], dict[str, object]]] = {
     "in-tree": ("the in-tree transformer", _SIZES, {}),
-    "titan": ("torchtitan's Llama", {*_SIZES, "qk_norm"}, {}),
+    "titan": ("torchtitan's Llama and Qwen3", {*_SIZES, "qk_norm"}, {}),
     "mpt": ("llm-foundry's MPT", {*_SIZES, "bias", "qkv_bias", "num_positions"}, {"gated": False, "norm": "layer"}),
 }
 

@@ -443,16 +443,19 @@ def _gpt_attention(shape: ModelShape, t: Tape, x: Tensor) -> Tensor:
 
 
 def titan_block(shape: ModelShape, t: Tape, x: Tensor) -> Tensor:
-    """torchtitan's Llama: rotary positions as complex numbers in fp32, keys and values repeated for every head."""
+    """torchtitan's Llama: rotary positions as complex numbers in fp32, keys and values repeated for every head. Its
+    Qwen3 has norms of queries and keys, and the rotary positions of transformers."""
 
     def queries_keys_values(normed: Tensor) -> list[Tensor]:
         query, key, value = (
             linear(t, normed, (shape.hidden, width)) for width in (shape.query_width, shape.kv_width, shape.kv_width)
         )
         del normed
-        if shape.qk_norm:  # its Qwen3
-            query, key = rms_norm(t, query, shape.head_dim), rms_norm(t, key, shape.head_dim)
-        query, key = _complex_rotated(t, query), _complex_rotated(t, key)
+        if shape.qk_norm:
+            query, key = (rms_norm(t, part, shape.head_dim) for part in (query, key))
+            query, key = (llama_rotate(t, part, shape) for part in (query, key))
+        else:
+            query, key = (_complex_rotated(t, part) for part in (query, key))
         if shape.heads != shape.kv_heads:
             key, value = (t.op([part], query.num_elems) for part in (key, value))
         return [query, key, value]
