@@ -23,7 +23,7 @@ from torch import nn
 from ..api.full_weights import load_full_state_dict
 from ..api.sharding import free_bytes_here, shard
 from ..base.errors import ConfigurationError, DivergenceError, SaveError, ShardwiseError
-from ..checkpoint.folder import CHECKPOINTS, continue_from
+from ..checkpoint.folder import CHECKPOINTS, continue_from, find, step_folder
 from ..checkpoint.saving import save
 from ..core import mesh
 from ..core.engine.guards import engine_of
@@ -39,7 +39,7 @@ from .data.prepare import Prepared, prepare
 from .data.samples import Samples, open_samples
 from .loop import Ending, run_steps
 from .loss import Chunks
-from .metrics import Divergence, Metrics, Progress, StepRecords, json_number
+from .metrics import Divergence, Evaluations, Metrics, Progress, StepRecords, json_number
 from .models.build import Built, build
 from .models.headloss import path_of, set_path
 from .offload import is_auto, offload_of, speculation_of, updates_early
@@ -216,11 +216,17 @@ def set_up(settings: Settings, context: FailureContext) -> Run:
 
     all_or_none(world, lambda: take_folder() if rank == 0 else None)
     metrics.truncate_after(first_step)
+    evaluations = exchange(world, Evaluations.of(settings, folder) if rank == 0 else None)[0]
+    if settings.load_best_model_at_end and evaluations.step:
+        best = step_folder(folder / CHECKPOINTS, evaluations.step)
+        if not exchange(world, find(best) is not None)[0]:
+            say(f"{best} is not there: the best model is that of the evaluations from now on, not {evaluations}")
+            evaluations = Evaluations(settings)
     run = Run(
         settings=settings, folder=folder, checked=checked, data=identity, built=built, model=model,
         optimizer=optimizer, samples=samples, eval_samples=eval_samples, rank=rank, device=device, hosts=hosts,
         num_steps=num_steps, updates_early=updates_early(settings), first_step=first_step, first_sample=first_sample,
-        step=first_step, planned=planned, saves=saves, metrics=metrics, free_bytes=free_bytes,
+        step=first_step, planned=planned, saves=saves, metrics=metrics, evaluations=evaluations, free_bytes=free_bytes,
         free_host_bytes=free_host_bytes,
         progress=Progress(num_steps, first_step, is_shown=rank == 0), requests=Requests(folder if rank == 0 else None),
     )  # fmt: skip

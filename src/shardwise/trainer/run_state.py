@@ -12,6 +12,7 @@ from torch import nn
 
 from ..api.memory_report import Memory, memory
 from ..checkpoint.folder import CHECKPOINTS, point_to, prune, step_folder
+from ..checkpoint.loading import load
 from ..checkpoint.opened import has_all_files
 from ..checkpoint.saving import Saving, save, start_save
 from ..core.engine.guards import engine_of
@@ -19,7 +20,7 @@ from ..core.wire.collectives import Channel, exchange
 from .checks import Checked
 from .data.prepare import Prepared
 from .data.samples import Batch, Samples
-from .metrics import Metrics, Progress, Row, StepRecords, memory_row
+from .metrics import Evaluations, Metrics, Progress, Row, StepRecords, memory_row
 from .models.build import Built
 from .models.export import export
 from .models.headloss import loss_sum
@@ -66,6 +67,7 @@ class Run:
     metrics: Metrics
     progress: Progress
     requests: Requests
+    evaluations: Evaluations
     records: StepRecords = field(init=False)
     saved_step: int | None = None  # the step of the newest save; set as soon as the save begins
     saving: Saving | None = None  # the background save of `saved_step`
@@ -113,16 +115,23 @@ class Run:
         self.peak_memory = now if self.peak_memory is None else self.peak_memory.highest(now)
         return memory_row(now, self.planned.peak_bytes)
 
-    @torch.no_grad()
     def evaluate(self, step: int) -> None:
-        """Write the mean loss over the targets of the evaluation samples. It does not depend on the number of ranks.
+        """Evaluate. If the best weights are wanted, and these are the best so far, save them."""
+        if self.eval_samples is None:
+            return
+        row = self._evaluation(step, self.eval_samples)
+        self.write(row)
+        if self.evaluations.add(row) and self.settings.load_best_model_at_end:
+            self.save(step)
+
+    @torch.no_grad()
+    def _evaluation(self, step: int, samples: Samples) -> Row:
+        """Return the mean loss over the targets of the evaluation samples. It does not depend on the number of ranks.
 
         All ranks call the model equally often: at the end, some repeat a sample without its targets.
         """
-        if self.eval_samples is None:
-            return
         self.activity, self.num_steady = "the evaluation", 0
-        samples, model, device, hosts = self.eval_samples, self.model, self.device, self.hosts
+        model, device, hosts = self.model, self.device, self.hosts
         num_samples = min(samples.num_samples, self.settings.max_eval_samples)
         batch_size = self.settings.per_device_eval_batch_size or self.batching.micro_size
         was_training = model.training
@@ -138,7 +147,7 @@ class Run:
         sums = exchange(hosts, (float(total), num_targets))
         self.eval_loss = math.fsum(part for part, _ in sums) / max(sum(number for _, number in sums), 1)
         self.activity = ""
-        self.write({"step": step, "eval_loss": self.eval_loss, "eval_perplexity": math.exp(min(self.eval_loss, 700.0))})
+        return {"step": step, "eval_loss": self.eval_loss, "eval_perplexity": math.exp(min(self.eval_loss, 700.0))}
 
     def save(self, step: int) -> None:
         if self.saved_step == step:
@@ -190,7 +199,7 @@ class Run:
 
     def _remove_older(self, root: Path, limit: int) -> None:
         try:
-            prune(root, limit, has_all_files)
+            prune(root, limit, has_all_files, self.best_step)
         except OSError as error:
             self.progress.say(f"older checkpoints cannot be removed: {error}")
 
@@ -212,13 +221,22 @@ class Run:
             "configuration": asdict(self.settings),
         }
 
+    @property
+    def best_step(self) -> int | None:
+        """The step of the best evaluation, whose checkpoint is never removed; None if it is not wanted."""
+        return self.evaluations.step if self.settings.load_best_model_at_end else None
+
     def finish(self, step: int) -> None:
-        """Save, evaluate, generate a sample and export at the end of a complete run."""
+        """Save, evaluate, take the best weights, generate a sample and export at the end of a complete run."""
         self.save(step)
         self.finish_saving()
-        self.evaluate(step)
+        if self.eval_loss is None or self.evaluations.last_step != step:  # it may have stopped after an evaluation
+            self.evaluate(step)
         settings = self.settings
         self.activity = "the end of the run"
+        if self.best_step and self.best_step != step:
+            load(step_folder(self.folder / CHECKPOINTS, self.best_step), self.model, allow_rounding=True)
+            self.progress.say(f"the best weights are loaded: {self.evaluations}")
         if settings.sample_tokens:
             tokenizer, how, max_seq = self.checked.tokenizer, Sampling(seed=settings.seed), self.checked.seq_length
             self.generated = sample(self.model, tokenizer, self.prompt, settings.sample_tokens, how, max_seq=max_seq)

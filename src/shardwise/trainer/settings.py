@@ -52,6 +52,7 @@ Backend = Literal["c10d", "static", "etcd", "etcd-v2"]
 Compile = Literal["auto", "on", "off"]
 AnyLossChunk = Literal["auto", "small", "large"]
 DEFAULT_GLOBAL_BATCH = 16
+IS_GREATER_BETTER = {"eval_loss": False, "eval_perplexity": False}  # of an evaluation; True: more is better
 DEEPSPEED_SCHEDULES = ("warmup-lr", "warmup-decay-lr", "warmup-cosine-lr")
 SETTINGS_OF_SCHEDULES = {  # the schedules that read each of these settings
     "decay_steps": ("wsd",),
@@ -107,6 +108,11 @@ class Settings:
     max_grad_norm: float = setting(TRAINING, 1.0, "Clip gradients to this norm; 0: no clipping.", least=0)
     seed: int = setting(TRAINING, 0, "Random seed of weights, order of samples and dropout.", least=0, most=2**63 - 1)
     eval_steps: float = setting(TRAINING, 0, "Steps between two evaluations; below 1: part of all steps; 0: only at the end.", least=0)
+    early_stopping_patience: int | None = setting(TRAINING, None, "Stop after this many evaluations in a row without a better metric-for-best-model. Default: never.", least=1)
+    early_stopping_threshold: float = setting(TRAINING, 0.0, "How much better an evaluation must be to count for early-stopping-patience.", least=0)
+    metric_for_best_model: str | None = setting(TRAINING, None, f"Metric that says which evaluation is the best: {', '.join(IS_GREATER_BETTER)}. Default: eval_loss.")
+    greater_is_better: bool | None = setting(TRAINING, None, "Whether more of metric-for-best-model is better. Default: known from its name; anything else is refused.")
+    load_best_model_at_end: bool = setting(TRAINING, False, "Save each new best evaluation's weights, never remove the best ones, and export them at the end instead of the last ones.")
     skip_nonfinite: bool = setting(TRAINING, False, "Skip steps with a gradient that is not finite, and stop after 50 in a row; otherwise the first one stops the run. Always on with fp16.")
     divergence_ratio: float = setting(TRAINING, 3.0, "Stop with exit code 4 if the mean loss is this many times its lowest value, or is not a number; 0: never.", least=0)
 
@@ -175,9 +181,39 @@ class Settings:
             if value != defaults[name] and schedule not in schedules:
                 needed = f"{name} {value} belongs to lr_scheduler_type {', '.join(schedules)}"
                 raise ConfigurationError(f"{needed}, but that is {schedule}")
+        self._check_best_model()
         num_nodes(self.nnodes)
         num_bytes_of(self.speculation)
         parse_units(self.units)
+
+    def _check_best_model(self) -> None:
+        metric = self.best_metric
+        if metric not in IS_GREATER_BETTER:
+            hint = did_you_mean(metric, IS_GREATER_BETTER)
+            raise ConfigurationError(f"metric_for_best_model: unknown {self.metric_for_best_model!r}; {hint}")
+        if self.greater_is_better not in (None, IS_GREATER_BETTER[metric]):
+            better = "more" if IS_GREATER_BETTER[metric] else "less"
+            raise ConfigurationError(
+                f"greater_is_better {self.greater_is_better}, but {better} {metric} is better: leave it out"
+            )
+        if self.early_stopping_threshold and self.early_stopping_patience is None:
+            raise ConfigurationError(
+                f"early_stopping_threshold {self.early_stopping_threshold:g} does nothing without "
+                "early_stopping_patience: give both"
+            )
+        for name in ("early_stopping_patience", "load_best_model_at_end"):
+            has_data = self.eval_file or self.eval_fraction
+            if getattr(self, name) and not (self.eval_steps and has_data):
+                fix = "give eval_steps" if has_data else "give eval_steps, and eval_file or an eval_fraction above 0"
+                raise ConfigurationError(
+                    f"{name} {getattr(self, name)} needs evaluations during the run, but eval_steps is "
+                    f"{self.eval_steps:g} and eval_fraction {self.eval_fraction:g}: {fix}"
+                )
+
+    @property
+    def best_metric(self) -> str:
+        """The metric of the best evaluation. Transformers writes it with or without "eval_"."""
+        return f"eval_{(self.metric_for_best_model or 'loss').removeprefix('eval_')}"
 
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self), indent=1)
