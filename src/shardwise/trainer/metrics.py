@@ -30,7 +30,7 @@ from ..base.documents import read_object
 from ..base.errors import ConfigurationError, printable_lines
 from ..base.text import duration, size
 from ..checkpoint.folder import CHECKPOINTS, find, newest_in, step_folder
-from .run_folder import CONFIG, METRICS, replace_file
+from .run_folder import CONFIG, METRICS, SAMPLES, replace_file
 from .settings import IS_GREATER_BETTER, Settings
 
 Row = Mapping[str, float | int | None]
@@ -298,16 +298,22 @@ class Metrics:  # writes rows to the file and to trackers, on one rank only
         for reporter in self._reporters:
             reporter.log(row)
 
+    def log_samples(self, samples: Sequence[Mapping[str, object]]) -> None:
+        """Append the texts that were generated at an evaluation."""
+        if self._file is not None and samples:
+            with self._file.with_name(SAMPLES).open("a") as file:
+                file.writelines(json.dumps(sample) + "\n" for sample in samples)
+
     def truncate_after(self, step: int) -> None:
         """Move the rows after `step` to metrics-left.jsonl, and drop a line that a crash has cut short."""
         if self._file is None:
             return
-        if self._file.exists():
-            lines = self._file.read_text().splitlines(keepends=True)
+        for path in filter(Path.exists, (self._file, self._file.with_name(SAMPLES))):
+            lines = path.read_text().splitlines(keepends=True)
             if left := [line for line in lines if step < _step_of(line) < math.inf]:
-                with self._file.with_name("metrics-left.jsonl").open("a") as file:
+                with path.with_name(f"{path.stem}-left.jsonl").open("a") as file:
                     file.writelines(left)
-            replace_file(self._file, "".join(line for line in lines if _step_of(line) <= step))
+            replace_file(path, "".join(line for line in lines if _step_of(line) <= step))
         for reporter in self._reporters:
             reporter.restart(step)
 

@@ -4,6 +4,7 @@ config.json     the resolved settings; a new run can be started with it
 plan.json       the plan of memory and time
 traffic.json    bytes sent in a step, measured and planned
 metrics.jsonl   a row every logging_steps steps
+samples.jsonl   texts that were generated at each evaluation
 oom-rank0.json  why a rank ran out of memory
 checkpoints/    step-000100, ...
 data/           the tokenised data
@@ -27,7 +28,8 @@ from .settings import AnyLossChunk, Compile, Settings
 
 RUNS = Path("runs")
 CONFIG, DATA, EXPORT, LOGS = "config.json", "data", "export", "logs"
-PLAN, TRAFFIC, METRICS, OOM_FILES = "plan.json", "traffic.json", "metrics.jsonl", "oom-rank*.json"
+PLAN, TRAFFIC, OOM_FILES = "plan.json", "traffic.json", "oom-rank*.json"
+METRICS, SAMPLES = "metrics.jsonl", "samples.jsonl"
 LATEST, AUTO = "latest", "auto"
 
 
@@ -35,7 +37,7 @@ def choose(settings: Settings, num_restarts: int = 0) -> Settings:
     """Return the settings with the run folder and the checkpoint to resume from. Nothing is written."""
     folder, checkpoint = _choice(settings, num_restarts)
     needed = dict.fromkeys((".", CHECKPOINTS, DATA, EXPORT, LOGS), "folder")
-    needed |= dict.fromkeys((CONFIG, PLAN, TRAFFIC, METRICS), "file")
+    needed |= dict.fromkeys((CONFIG, PLAN, TRAFFIC, METRICS, SAMPLES), "file")
     for name, kind in needed.items():
         place = folder / name
         if place.exists() and place.is_dir() != (kind == "folder"):

@@ -116,13 +116,31 @@ class Run:
         return memory_row(now, self.planned.peak_bytes)
 
     def evaluate(self, step: int) -> None:
-        """Evaluate. If the best weights are wanted, and these are the best so far, save them."""
+        """Evaluate, and answer the prompts. Save the weights if they are the best so far, and those are wanted."""
         if self.eval_samples is None:
             return
         row = self._evaluation(step, self.eval_samples)
         self.write(row)
+        self._write_samples(step)
         if self.evaluations.add(row) and self.settings.load_best_model_at_end:
             self.save(step)
+
+    def _write_samples(self, step: int) -> None:
+        """Answer the prompts of rank 0. Samples have their own random numbers, so the losses stay the same."""
+        self.activity = "the samples of the evaluation"
+        tokenizer, rows = self.checked.tokenizer, []
+        for prompt in exchange(self.hosts, self.checked.prompts)[0]:
+            # As in `shardwise generate`: a question, if the tokenizer has a chat template.
+            text, stop_id = (prompt, None) if tokenizer.template is None else tokenizer.question(prompt)
+            rows.append({"step": step, "prompt": prompt, "text": self._generate(text, stop_id)})
+        self.metrics.log_samples(rows)
+        self.activity = ""
+
+    def _generate(self, prompt: str, stop_id: int | None = None) -> str:
+        settings, checked = self.settings, self.checked
+        how, num_tokens = Sampling(seed=settings.seed), settings.sample_tokens
+        most = checked.seq_length
+        return sample(self.model, checked.tokenizer, prompt, num_tokens, how, max_seq=most, stop_id=stop_id)
 
     @torch.no_grad()
     def _evaluation(self, step: int, samples: Samples) -> Row:
@@ -238,8 +256,7 @@ class Run:
             load(step_folder(self.folder / CHECKPOINTS, self.best_step), self.model, allow_rounding=True)
             self.progress.say(f"the best weights are loaded: {self.evaluations}")
         if settings.sample_tokens:
-            tokenizer, how, max_seq = self.checked.tokenizer, Sampling(seed=settings.seed), self.checked.seq_length
-            self.generated = sample(self.model, tokenizer, self.prompt, settings.sample_tokens, how, max_seq=max_seq)
+            self.generated = self._generate(self.prompt)
         if settings.export:
             export(self.model, self.built, settings, self.folder / EXPORT)
             self.exported = str(self.folder / EXPORT)

@@ -133,8 +133,9 @@ class Settings:
     logging_steps: int = setting(RUN, 10, "Steps between two lines of metrics.", least=1)
     report_to: tuple[Tracker, ...] = setting(RUN, (), "Trackers: tensorboard, wandb; separate both with a comma.")
     export: bool = setting(RUN, True, "Write the trained weights at the end, as a Hugging Face folder or a PEFT adapter.")
-    sample_tokens: int = setting(RUN, 160, "Number of tokens to generate at the end; 0: none.", least=0)
-    sample_prompt: str | None = setting(RUN, None, "Prompt of the generated text.")
+    sample_tokens: int = setting(RUN, 160, "Number of tokens to generate at the end, and for each of eval-prompts; 0: none.", least=0)
+    sample_prompt: str | None = setting(RUN, None, "Prompt of the text that is generated at the end.")
+    eval_prompts: str | None = setting(RUN, None, "File of prompts, one in each line (.txt) or row (.jsonl: prompt). Each evaluation writes generated texts to samples.jsonl in the run folder.")
     profile: bool = setting(RUN, False, "Write a profiler trace of three steps.")
 
     device: Literal["cpu", "cuda"] | None = setting(LAUNCH, None, "Device: cpu or cuda. Default: cuda if there is one.")
@@ -182,6 +183,11 @@ class Settings:
                 needed = f"{name} {value} belongs to lr_scheduler_type {', '.join(schedules)}"
                 raise ConfigurationError(f"{needed}, but that is {schedule}")
         self._check_best_model()
+        if self.eval_prompts is not None and not (self.sample_tokens and (self.eval_file or self.eval_fraction)):
+            raise ConfigurationError(
+                f"eval_prompts {self.eval_prompts} with sample_tokens {self.sample_tokens} and eval_fraction "
+                f"{self.eval_fraction:g}: it needs at least 1 token, and eval_file or an eval_fraction above 0"
+            )
         num_nodes(self.nnodes)
         num_bytes_of(self.speculation)
         parse_units(self.units)
