@@ -61,7 +61,7 @@ from .run_folder import (
 from .run_plan import RunPlan, draft, plan_before, plan_of, write_plan
 from .run_state import Run, data_identity
 from .run_summary import banner, device_name, summary
-from .settings import Settings, parse_units, settings_from_json
+from .settings import Batching, Settings, parse_units, settings_from_json
 from .signals import Requests, has_launcher
 
 TOKENISING_S = 24 * 3600  # maximum time that ranks wait for the rank that tokenises
@@ -179,6 +179,8 @@ def set_up(settings: Settings, context: FailureContext) -> Run:
     built = all_or_none(world, lambda: _built(settings, checked, device, samples))
     num_planned = settings.max_steps or _num_steps_of_epochs(settings, checked, samples.num_samples)
     model, optimizer, planned = _sharded(built, settings, checked, free_bytes, num_planned, context)
+    sizes = exchange(world, (planned.entry.training.num_micro_batches, planned.entry.training.micro_batch))[0]
+    checked = replace(checked, batching=Batching(num_ranks, *sizes))
     resumed = resume(candidates, model, optimizer, say)
     compiles, chunk = planned.compilation.setting, planned.entry.training.loss_chunk
     # A resumed run does not decide again.
@@ -296,7 +298,7 @@ def _sharded(
         machine = machine_here(world, mesh.make_axes(settings.node_size), least_free, offload.folder)
     gpu = device_name(mesh.device()) if mesh.device().type == "cuda" else ""
     drafted = draft(built, settings, checked, optimizer, machine, num_steps, gpu)
-    drafted = drafted.compiled(exchange(world, drafted.compilation)[0])  # devices may differ
+    drafted = drafted.compiled(exchange(world, drafted.compilation)[0]).with_best_batch()  # devices may differ
     context.planned = plan_before(drafted)
     checkpoint_blocks(model, settings.gradient_checkpointing)
     if drafted.compilation.is_on:

@@ -55,7 +55,8 @@ def banner(run: Run) -> str:
         "strategy": f"{_strategy(run, engine)} on {world}, {device_name(run.device)}, {settings.precision}"
         + (f": {run.planned.why}" if run.planned.why else ""),
         "batch": f"{plural(batching.global_size, 'sample')} = {ranks} x {plural(batching.num_micro, 'micro-batch')} x "
-        f"{batching.micro_size}, {batching.global_size * seq_length:,} tokens a step",
+        f"{batching.micro_size}, {batching.global_size * seq_length:,} tokens a step"
+        + (f" ({run.planned.why_batch})" if run.planned.why_batch else ""),
         "data": f"{data}, {count(samples.num_tokens)} tokens, "
         f"{plural(samples.num_samples, 'sample')} of {seq_length:,}{evaluation}{tokenizer}",
         "training": f"{steps}, {settings.optimizer}, lr {settings.learning_rate:g} "

@@ -85,7 +85,7 @@ class Settings:
     max_bad_rows: int = setting(DATA, 100, "Maximum number of unreadable rows that are skipped; one more is an error.", least=0)
 
     global_batch_size: int | None = setting(BATCH, None, "Samples per step, over all ranks and micro-batches. Default: the product of the next two and the ranks, otherwise 16.", least=1)
-    per_device_train_batch_size: int | None = setting(BATCH, None, "Samples per micro-batch. Default: a rank's whole share of a step.", least=1)
+    per_device_train_batch_size: int | Literal["auto"] | None = setting(BATCH, None, "Samples per micro-batch; auto: within the global batch, the planner takes what fits and is fastest. Default: a rank's whole share of a step.", least=1)
     gradient_accumulation_steps: int | None = setting(BATCH, None, "Micro-batches per step on each rank. Default: as many as the global batch needs.", least=1)
     per_device_eval_batch_size: int | None = setting(BATCH, None, "Samples per evaluation batch. Default: as in training.", least=1)
 
@@ -296,7 +296,15 @@ def batching_of(settings: Settings, num_ranks: int) -> Batching:
     """Compute the batch sizes that were not given. If the product cannot be the global batch, the error shows it."""
     micro, num_micro = settings.per_device_train_batch_size, settings.gradient_accumulation_steps
     whole = settings.global_batch_size or DEFAULT_GLOBAL_BATCH
-    if settings.global_batch_size is None and (micro is not None or num_micro is not None):
+    given = None if micro == "auto" else micro
+    if micro == "auto":  # until the planner has chosen
+        micro = None
+        if settings.global_batch_size is None and num_micro is not None:
+            raise ConfigurationError(
+                f"per_device_train_batch_size auto divides the global batch, which is unknown beside "
+                f"gradient_accumulation_steps {num_micro}: give global_batch_size, or leave one of the two out"
+            )
+    elif settings.global_batch_size is None and (micro is not None or num_micro is not None):
         return Batching(num_ranks, num_micro or 1, micro or 1)
     if num_micro is None:
         num_micro = whole // (num_ranks * micro) if micro is not None else 1
@@ -304,7 +312,7 @@ def batching_of(settings: Settings, num_ranks: int) -> Batching:
         micro = whole // (num_ranks * num_micro)
     if num_ranks * num_micro * micro != whole:
         # Sizes that were given stay; the others are at least 1.
-        least = num_ranks * (settings.gradient_accumulation_steps or 1) * (settings.per_device_train_batch_size or 1)
+        least = num_ranks * (settings.gradient_accumulation_steps or 1) * (given or 1)
         raise ConfigurationError(
             f"global_batch_size {whole} is not {num_ranks} ranks x {num_micro or 1} gradient_accumulation_steps x "
             f"{micro or 1} per_device_train_batch_size = {num_ranks * (num_micro or 1) * (micro or 1)}; "
