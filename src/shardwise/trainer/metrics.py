@@ -400,6 +400,7 @@ class Progress:
         self._total = total_steps
         self._step = first_step
         self._is_shown = is_shown
+        self.note = ""  # shown until the first step is done
         self._row: dict[str, float | int] = {}
         # Time and number of the first step of this start. It takes longer, so `_time_left` leaves it out.
         self._clock: tuple[float, int] | None = None
@@ -419,7 +420,7 @@ class Progress:
 
     def advance(self, step: int) -> None:
         """Note that `step` steps are queued; their results may arrive much later."""
-        self._step = step
+        self._step, self.note = step, ""
         if self._clock is None:
             self._clock = (time.monotonic(), step)
 
@@ -464,7 +465,8 @@ class Progress:
         share = f"{self._step / max(self._total, 1):4.0%}"
         head.add_row(bar, self._line_start(self._step), share, *self._time_left())
         memory = _memory_words(row, _MEMORY)
-        lines = [_words(row, _TRAINING), _words(row, _EVALUATION), ["memory", *memory] if memory else []]
+        lines = [[self.note] if self.note else [], _words(row, _TRAINING), _words(row, _EVALUATION)]
+        lines.append(["memory", *memory] if memory else [])
         return Group(head, *[Text("  ".join(line), overflow="crop", no_wrap=True) for line in lines if line])
 
 

@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +62,7 @@ from .run_state import Run, data_identity
 from .run_summary import banner, device_name, summary
 from .settings import Batching, Settings, parse_units, settings_from_json
 from .signals import Requests, has_launcher
+from .start_status import StartStatus
 
 TOKENISING_S = 24 * 3600  # maximum time that ranks wait for the rank that tokenises
 Say = Callable[[str], None]
@@ -90,23 +90,26 @@ def run_rank(text: str) -> int:
 
 def _run(settings: Settings) -> int:
     settings = completed(settings, torch.cuda.is_available())
-    mesh.init(device=settings.device, timeout_s=settings.timeout)
-    context = FailureContext()
-    try:
-        return _train(settings, context)
-    except (OSError, SaveError) as error:
-        if explained := context.folder and failed_write(context.folder, error):
-            raise explained from error
-        raise
-    except (RuntimeError, MemoryError) as error:
-        if is_out_of_memory(error):
-            raise explain(error, context) from error
-        raise
+    with StartStatus(mesh.is_first()) as status:
+        status.show("waiting for all ranks")
+        mesh.init(device=settings.device, timeout_s=settings.timeout)
+        context = FailureContext(status=status)
+        try:
+            return _train(settings, context)
+        except (OSError, SaveError) as error:
+            if explained := context.folder and failed_write(context.folder, error):
+                raise explained from error
+            raise
+        except (RuntimeError, MemoryError) as error:
+            if is_out_of_memory(error):
+                raise explain(error, context) from error
+            raise
 
 
 def _train(settings: Settings, context: FailureContext) -> int:
     began = time.perf_counter()
     run = context.run = set_up(settings, context)
+    context.status.stop()
     if run.is_first:
         run.progress.say(banner(run))
     engine = engine_of(run.model)
@@ -114,6 +117,7 @@ def _train(settings: Settings, context: FailureContext) -> int:
     if settings.profile and run.is_first:
         traced = traced_steps(run.folder, run.device.type, engine.gathers.settle, engine.finish_updates)
     try:
+        run.progress.note = "compiling the blocks" if run.settings.compile == "on" else ""
         with run.progress, traced as after_step:
             ending = run_steps(run, after_step)
             run.finish_saving()
@@ -163,7 +167,9 @@ def set_up(settings: Settings, context: FailureContext) -> Run:
     """
     world = mesh.everyone()
     rank, num_ranks, device = world.index, world.num_ranks, mesh.device()
-    say: Say = partial(print, flush=True) if rank == 0 else _SILENT
+    status = context.status
+    say: Say = status.say if rank == 0 else _SILENT
+    status.show("checking the settings")
     # Rank 0 chooses, because a folder's name may contain the time. A machine that joined late counts fewer restarts.
     num_restarts = max(exchange(world, mesh.restarts()))
     given = settings
@@ -172,15 +178,19 @@ def set_up(settings: Settings, context: FailureContext) -> Run:
     folder = context.folder = run_folder(settings)
     context.rank = rank
     checked = all_or_none(world, lambda: check_all(settings, num_ranks))
+    status.show("preparing the data")
     # A launcher has already printed the messages about the data.
     prepared, samples, eval_samples = _data(settings, checked, _SILENT if has_launcher() else say)
 
     free_bytes, free_host_bytes = free_bytes_here(), host_bytes_here() // mesh.num_local_ranks()
+    status.show("building the model")
     built = all_or_none(world, lambda: _built(settings, checked, device, samples))
     num_planned = settings.max_steps or _num_steps_of_epochs(settings, checked, samples.num_samples)
     model, optimizer, planned = _sharded(built, settings, checked, free_bytes, num_planned, context)
     sizes = exchange(world, (planned.entry.training.num_micro_batches, planned.entry.training.micro_batch))[0]
     checked = replace(checked, batching=Batching(num_ranks, *sizes))
+    if candidates:
+        status.show("loading the checkpoint")
     resumed = resume(candidates, model, optimizer, say)
     compiles, chunk = planned.compilation.setting, planned.entry.training.loss_chunk
     # A resumed run does not decide again.
@@ -300,6 +310,7 @@ def _sharded(
     drafted = draft(built, settings, checked, optimizer, machine, num_steps, gpu)
     drafted = drafted.compiled(exchange(world, drafted.compilation)[0]).with_best_batch()  # devices may differ
     context.planned = plan_before(drafted)
+    context.status.show("sharding the model")
     checkpoint_blocks(model, settings.gradient_checkpointing)
     if drafted.compilation.is_on:
         blocks = find_blocks(model)
@@ -327,6 +338,7 @@ def _sharded(
     chunks = Chunks(planned.entry.training.loss_chunk, drafted.compilation.is_on and gpu != "")
     set_path(model, replace(path_of(model), chunks=chunks))
     if built.weights is not None and settings.resume_from_checkpoint is None:
+        context.status.show("loading the weights")
         load_full_state_dict(model, built.weights)
     return model, optimizer, planned
 

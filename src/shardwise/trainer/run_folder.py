@@ -15,6 +15,7 @@ logs/           output of all ranks but the first
 import dataclasses
 import errno
 import json
+import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import datetime
@@ -22,7 +23,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from ..base.documents import parse, read_object, read_text
-from ..base.errors import CheckpointError, ConfigurationError, SaveError
+from ..base.errors import CheckpointError, ConfigurationError, MemoryExceededError, SaveError
 from ..checkpoint.folder import CHECKPOINTS, INDEX, all_steps, find, latest, read_index, step_folder
 from .settings import AnyLossChunk, Compile, Settings
 
@@ -178,6 +179,24 @@ def oom_reports(folder: Path) -> list[dict[str, Any]]:
             why = error if isinstance(error, ConfigurationError) else repr(error)
             raise ConfigurationError(f"{file} is no report of a rank: {why}") from None
     return [report for *_, report in sorted(found, key=lambda entry: entry[:3])]
+
+
+def next_steps(folder: Path, code: int) -> dict[str, str]:
+    """Return the commands that follow a run with this exit code; none if it was refused before it began."""
+    if code == ConfigurationError.exit_code or not (folder / CONFIG).is_file():
+        return {}
+    place, has_weights = shlex.quote(str(folder)), latest(folder / CHECKPOINTS) is not None
+    found = {"resume": f"shardwise train --output-dir {place} --resume-from-checkpoint auto"} if code else {}
+    if code == MemoryExceededError.exit_code:
+        found["memory"] = f"shardwise doctor oom {place}"
+    if code == CheckpointError.exit_code:
+        found["verify"] = f"shardwise verify {place}"
+    if has_weights:
+        found["generate"] = f"shardwise generate {place} --prompt 'Once upon a time'"
+    found["report"] = f"shardwise report {place}"
+    if has_weights and not (folder / EXPORT).is_dir():
+        found["export"] = f"shardwise export {place} {shlex.quote(str(folder / EXPORT))}"
+    return found
 
 
 def run_folder(settings: Settings) -> Path:
