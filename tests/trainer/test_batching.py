@@ -18,6 +18,13 @@ from shardwise.trainer.settings import Batching, Settings, batching_of
         ({"per_device_train_batch_size": 5}, 4, Batching(4, 1, 5)),
         ({"per_device_train_batch_size": 5, "gradient_accumulation_steps": 2}, 4, Batching(4, 2, 5)),
         ({"gradient_accumulation_steps": 2}, 4, Batching(4, 2, 1)),
+        # Until the planner has chosen.
+        ({"per_device_train_batch_size": "auto"}, 2, Batching(2, 1, 8)),
+        (
+            {"per_device_train_batch_size": "auto", "gradient_accumulation_steps": 4, "global_batch_size": 24},
+            3,
+            Batching(3, 4, 2),
+        ),
     ],
 )
 def test_what_was_not_said_follows(said: dict[str, Any], num_ranks: int, expected: Batching) -> None:
@@ -38,6 +45,16 @@ def test_what_was_not_said_follows(said: dict[str, Any], num_ranks: int, expecte
             {"global_batch_size": 16, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2},
             2,
             "2 ranks x 2 .* x 2 .* = 8; make it a multiple of 8",
+        ),
+        (
+            {"global_batch_size": 16, "per_device_train_batch_size": "auto", "gradient_accumulation_steps": 3},
+            2,
+            "make it a multiple of 6",
+        ),
+        (
+            {"per_device_train_batch_size": "auto", "gradient_accumulation_steps": 3},
+            2,
+            "unknown beside gradient_accumulation_steps 3: give global_batch_size",
         ),
     ],
 )

@@ -10,7 +10,14 @@ import pytest
 
 from shardwise.base.errors import CheckpointError, ConfigurationError
 from shardwise.trainer.config import resolve
-from shardwise.trainer.run_folder import choose, claim, config_of_resumed_run, failed_write, resume_candidates
+from shardwise.trainer.run_folder import (
+    choose,
+    claim,
+    config_of_resumed_run,
+    failed_write,
+    next_steps,
+    resume_candidates,
+)
 from shardwise.trainer.settings import Settings, settings_from_json
 
 
@@ -227,3 +234,18 @@ def test_a_checkpoint_that_left_its_run_knows_its_settings(here: Path) -> None:
     assert (resolved.settings.global_batch_size, resolved.settings.max_steps) == (4, 20)
     (moved / "index.json").write_text(json.dumps({"extra": {}}))
     assert config_of_resumed_run(Settings(resume_from_checkpoint="moved")) is None
+
+
+def test_the_next_steps_are_commands_for_what_is_there(here: Path) -> None:
+    folder = Path("my run")
+    assert next_steps(folder, 1) == {}, "it has not begun"
+    claim(choose(Settings(output_dir=str(folder))))
+    again = "shardwise train --output-dir 'my run' --resume-from-checkpoint auto"
+    assert next_steps(folder, 1) == {"resume": again, "report": "shardwise report 'my run'"}
+    assert next_steps(folder, 3)["memory"] == "shardwise doctor oom 'my run'"
+    assert next_steps(folder, 2) == {}, "it was refused"
+    complete(folder / "checkpoints/step-000003")
+    assert list(next_steps(folder, 130)) == ["resume", "generate", "report", "export"]
+    assert next_steps(folder, 5)["verify"] == "shardwise verify 'my run'"
+    (folder / "export").mkdir()
+    assert list(next_steps(folder, 0)) == ["generate", "report"]

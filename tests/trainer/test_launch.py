@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
@@ -17,7 +17,7 @@ import pytest
 
 from shardwise.base.errors import ConfigurationError
 from shardwise.core import mesh
-from shardwise.trainer import checks, cluster, rank_watcher, signals
+from shardwise.trainer import checks, cluster, rank_watcher, signals, start_status
 from shardwise.trainer import launcher as launching
 from shardwise.trainer.agent import most_severe
 from shardwise.trainer.launcher import launch
@@ -25,6 +25,7 @@ from shardwise.trainer.rank import Note, write_note
 from shardwise.trainer.rank_watcher import RankWatcher, WatchedRank, first_failure
 from shardwise.trainer.settings import Settings, num_nodes
 from shardwise.trainer.signals import Requests
+from shardwise.trainer.start_status import StartStatus
 
 DEADLINE_S = 120.0
 OURS = re.compile(r"RANK|WORLD_SIZE|LOCAL_|MASTER_|GROUP_|ROLE_|TORCHELASTIC|SLURM_|OMPI_|OMP_NUM_THREADS")
@@ -202,6 +203,43 @@ def test_a_terminal_that_goes_away_ends_with_a_save(is_passed_on: bool, tmp_path
             os.killpg(process.pid, signal.SIGHUP)
         assert process.wait(DEADLINE_S) == 143
     assert [said(tmp_path, rank) for rank in (0, 1)] == ["saved", "saved"]
+
+
+def test_a_moving_status_gives_way_to_the_output_of_the_ranks(tmp_path: Path) -> None:
+    """On a real terminal the launcher's line is gone, and the cursor is back, before rank 0 prints."""
+    mine, theirs = os.openpty()
+    shown = b""
+    with launcher("tell", tmp_path, terminal=theirs, TERM="xterm") as process:
+        os.close(theirs)
+        with suppress(OSError):  # the other end is closed
+            while piece := os.read(mine, 1 << 16):
+                shown += piece
+        assert process.wait(DEADLINE_S) == 0
+    os.close(mine)
+    before, output, after = shown.decode().partition("rank 0 was here\r\n")
+    assert output
+    assert before.count("starting 2 ranks") > 1, "it moves"
+    assert before.rindex("\x1b[2K") > max(map(before.rindex, ("starting 2 ranks", "loading torch")))
+    assert before.rindex("\x1b[?25h") > before.rindex("\x1b[?25l")
+    assert "starting" not in after
+
+
+def test_without_a_terminal_a_long_wait_is_a_plain_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(start_status, "PLAIN_S", 0.05)
+    with StartStatus() as status:
+        status.show("building the model")
+        time.sleep(0.3)
+        status.say("a message")
+    with StartStatus(is_shown=False) as hidden:
+        hidden.show("nothing")
+        time.sleep(0.1)
+    seen = capsys.readouterr()
+    assert seen.out == "a message\n"
+    lines = seen.err.splitlines()
+    assert 1 <= len(lines) <= 6
+    assert set(lines) == {"shardwise: still building the model (0 s)"}
 
 
 def test_the_watch_goes_on_whatever_happens_to_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

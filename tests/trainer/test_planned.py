@@ -190,6 +190,40 @@ def test_fixes_are_planned_and_those_that_fit_come_first(tmp_path: Path) -> None
     assert words.count("twice the ranks (2)") <= 1
 
 
+def test_auto_takes_a_micro_batch_that_fits(tmp_path: Path) -> None:
+    """With less memory, a smaller one; the global batch stays."""
+    changes: dict[str, Any] = {"shape": LARGE, "seq_length": 1024, "strategy": "ddp", "precision": "bf16"}
+    settings = settings_for(tmp_path, per_device_train_batch_size="auto", **changes)
+    whole = drafted(settings)
+    assert list(whole.batches) == [(1, 8), (2, 4), (4, 2), (8, 1)]
+    needed = {}
+    for size, num in whole.batches:
+        given = drafted(settings_for(tmp_path, per_device_train_batch_size=size, **changes))
+        assert (given.training.micro_batch, given.training.num_micro_batches, given.why_batch) == (size, num, "")
+        assert given.with_best_batch() is given
+        plan = plan_before(given)
+        assert plan is not None
+        needed[size] = plan.entry.needed_bytes
+    for free_bytes, sizes in ((needed[4] + 2**20, (1, 2, 4)), (needed[1] + 2**20, (1,)), (needed[1] // 2, (1,))):
+        assert whole.machine is not None
+        found = replace(whole, machine=replace(whole.machine, free_bytes=free_bytes)).with_best_batch()
+        assert found.training.micro_batch in sizes
+        assert found.training.micro_batch * found.training.num_micro_batches == 8
+        assert found.why_batch == "auto: the fastest of 1, 2, 4, 8 that fits, as planned"
+
+
+@pytest.mark.parametrize("strategy", ["zero3", "auto"])
+def test_a_micro_batch_that_was_chosen_trains_the_same(run_ranks: Pool, tmp_path: Path, strategy: str) -> None:
+    changes: dict[str, Any] = {"max_steps": 2, "eval_fraction": 0}
+    chosen, given = tmp_path / "chosen", tmp_path / "given"
+    auto = settings_for(chosen, strategy=strategy, per_device_train_batch_size="auto", **changes)
+    assert train(run_ranks, 2, auto) == 0
+    runs = plan_in(chosen)["strategies"][0]["name"]
+    size = plan_in(chosen)["training"]["micro_batch"]
+    assert train(run_ranks, 2, settings_for(given, strategy=runs, per_device_train_batch_size=size, **changes)) == 0
+    assert [row["loss"] for row in rows(chosen)] == [row["loss"] for row in rows(given)]
+
+
 def planned_on(gpus: str, strategy: str, **cluster: Any) -> RunPlan:
     """Of a model on machines that are not here."""
     found = plan(

@@ -233,8 +233,9 @@ def continue_from(root: Path, step: int) -> Path | None:
     return place
 
 
-def prune(root: Path, keep: int, is_good: Callable[[Path], bool]) -> None:
-    """Keep the newest `keep` complete checkpoints, and the newest for which `is_good` is true. Remove all older ones.
+def prune(root: Path, keep: int, is_good: Callable[[Path], bool], best: int | None = None) -> None:
+    """Keep the newest `keep` complete checkpoints, the newest for which `is_good` is true, and that of step `best`.
+    Remove all others.
 
     Unfinished checkpoints are removed if a newer one is complete. If none is good, nothing is removed.
     """
@@ -244,6 +245,6 @@ def prune(root: Path, keep: int, is_good: Callable[[Path], bool]) -> None:
     newest = complete[-keep:]
     old = [step for step in all_steps(root) if newest and step < newest[-1] and step not in newest]
     good = next((step for step in reversed(complete) if old and is_good(step_folder(root, step))), None)
-    for path in (step_folder(root, step) for step in old if good is not None and step != good):
+    for path in (step_folder(root, step) for step in old if good is not None and step not in (good, best)):
         for folder in (partial_of(path), replaced_of(path), path):
             remove(folder)

@@ -62,6 +62,7 @@ class Workload:
     subject: Subject
     training: Training
     clips: bool = True
+    batches: Sequence[tuple[int, int]] = ()  # to choose from: micro-batch size and number; (): those of `training`
 
 
 # Sequences per micro-batch, tokens per sequence; optionally micro-batches per step. Or the work itself.
@@ -93,9 +94,11 @@ def choose(model: nn.Module, found: list[UnitSpec], asked: AutoRequest, machine:
             f"{asked.disk_path} is not a folder, and state might be offloaded there: make it, or name one that is there"
         )
     name, subject, training, clips = type(model).__name__, None, asked.training, True
+    batches: Sequence[tuple[int, int]] = ()
     try:
         if isinstance(asked.batch, Workload):
             subject, training, clips = asked.batch.subject, asked.batch.training, asked.batch.clips
+            batches = asked.batch.batches
         elif asked.batch is not None:
             subject = subject_of_module(model, training, asked.units)
     except Exception as error:  # noqa: BLE001  any model's own code runs here
@@ -108,7 +111,8 @@ def choose(model: nn.Module, found: list[UnitSpec], asked: AutoRequest, machine:
         subject = Subject(name, tuple(found), lambda training: works, 0.0, {"name": name})
         assert machine.free_bytes is not None
         machine = replace(machine, free_bytes=round(machine.free_bytes * (1 - UNKNOWN_SHARE)))
-    choice = choices(training, (training.checkpointing,), [(training.micro_batch, training.num_micro_batches)])
+    batches = batches or [(training.micro_batch, training.num_micro_batches)]
+    choice = choices(training, (training.checkpointing,), batches)
     tie = TIE if machine.has_reserve else PROCESSOR_TIE
     assess = Assessor(subject, machine, clips=clips, budget_bytes=asked.memory_budget, keep_fp32=asked.keep_fp32)
     has_disk, strategy = asked.disk_path is not None, "+".join((AUTO, *asked.moves))

@@ -20,6 +20,8 @@ from .charts import draw_curve
 from .plan_facts import Json, Plan, Strategy, amount, mapping, number, percent, rows, text_of, whole
 
 CONFIG, METRICS, LEFT, PLAN, TRAFFIC = "config.json", "metrics.jsonl", "metrics-left.jsonl", "plan.json", "traffic.json"
+SAMPLES = "samples.jsonl"
+MAX_SAMPLES, MAX_SAMPLE_LINES = 5, 3  # that the text shows
 _MOST_ROWS_BYTES = 512 << 20  # maximum size of the metrics: a million rows
 PROCESS = "whole process"
 # The keys of a metrics row by memory class.
@@ -44,6 +46,9 @@ def read_run(folder: Path) -> tuple[Json, Json | None]:
         notes.append("plan.json holds no strategy: nothing to compare memory and time with.")
         plan = None
     steps, evaluations = _by_step(metrics, "loss"), _by_step(metrics, "eval_loss")
+    samples = _rows_in(folder / SAMPLES, notes)
+    # Of the last evaluation. It was made twice if a finished run was started again.
+    samples = [*{text_of(row.get("prompt")): row for row in samples if row["step"] == samples[-1]["step"]}.values()]
     if not steps:
         notes.append("No step is in metrics.jsonl yet: there is no loss, memory or time to show.")
     last = steps[-1] if steps else {}
@@ -75,6 +80,7 @@ def read_run(folder: Path) -> tuple[Json, Json | None]:
             "evaluation": [[int(row["step"]), row["eval_loss"]] for row in evaluations],
             "left": _abandoned(_rows_in(folder / LEFT, [])),
         },
+        "samples": [{**sample, "step": int(sample["step"])} for sample in samples],
         "notes": notes,
     }
     return run, plan
@@ -305,6 +311,11 @@ def text(run: Json) -> str:
     lines += [""] if table else []
     wrapper = textwrap.TextWrapper(terminal_width(), break_long_words=False, break_on_hyphens=False)
     wrapper.initial_indent = wrapper.subsequent_indent = "  "
+    lines += [f"  generated at step {run['samples'][0]['step']:,}:"] if run["samples"] else []
+    for sample in run["samples"][:MAX_SAMPLES]:
+        shown = wrapper.wrap(f"{text_of(sample.get('prompt'))} -> {text_of(sample.get('text'))}")
+        lines += [*shown[:MAX_SAMPLE_LINES], *(["  ..."] if len(shown) > MAX_SAMPLE_LINES else [])]
+    lines += [""] if run["samples"] else []
     for note in run["notes"]:
         lines += wrapper.wrap(note)
     return "\n".join(lines).rstrip()

@@ -35,10 +35,12 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from ..base.errors import ConfigurationError, WireError
 from ..base.processes import temporary_folder
+from ..base.text import plural
 from . import loopback
 from .rank import Task, run_task
 from .rank_watcher import RankWatcher, first_failure
 from .settings import Settings, num_nodes
+from .start_status import MARK, StartStatus
 
 ALONE, SIGNED = "alone", "signed"
 RENDEZVOUS_TIMEOUT_S = 600  # machines of one job may be started minutes apart
@@ -50,7 +52,7 @@ KEY_S = 30.0  # time limit for another machine to write the key
 SIGNATURE_BYTES = 32
 
 
-def run_agent(settings: Settings, num_ranks_here: int, task: Task) -> int:
+def run_agent(settings: Settings, num_ranks_here: int, task: Task, status: StartStatus) -> int:
     """Run the ranks of this machine. Return the most serious of their exit codes, or print the failure and return 1."""
     host = socket.gethostname()
     min_nodes, max_nodes = num_nodes(settings.nnodes)
@@ -59,12 +61,12 @@ def run_agent(settings: Settings, num_ranks_here: int, task: Task) -> int:
     if max_nodes > 1:
         meeting = _meeting(settings, Path(task.logs))
     stop_agent = SignalException("the ranks are to be killed", signal.SIGKILL)
-    with temporary_folder() as folder, RankWatcher(say, stop_agent, settings.timeout, folder) as watcher:
+    with temporary_folder() as folder, RankWatcher(say, stop_agent, settings.timeout, folder, status.stop) as watcher:
         config = LaunchConfig(
             min_nodes=min_nodes,
             max_nodes=max_nodes,
             nproc_per_node=num_ranks_here,
-            logs_specs=_Starts(folder, watcher, host),
+            logs_specs=_Starts(folder, watcher, host, status),
             max_restarts=settings.max_restarts,
             monitor_interval=0.1,
             start_method="spawn",
@@ -113,9 +115,10 @@ class _Starts(LogsSpecs):
     Ranks open their logs themselves (see `rank`): the agent would open and truncate a file twice, once per stream.
     """
 
-    def __init__(self, folder: Path, watcher: RankWatcher, host: str) -> None:
+    def __init__(self, folder: Path, watcher: RankWatcher, host: str, status: StartStatus) -> None:
         super().__init__()
         self._folder, self._watcher, self._host, self._num_starts = folder, watcher, host, 0
+        self._status = status
 
     @property
     def root_log_dir(self) -> str:
@@ -130,6 +133,8 @@ class _Starts(LogsSpecs):
             has_failed = any(rank.note.has_raised or rank.status for rank in ranks)
             why = first_failure(ranks, {}, self._host) if has_failed else "other machines joined or left"
             say(f"{why}\nstarting again, from the last checkpoint")
+        (folder / MARK).touch()
+        self._status.show(f"starting {plural(len(envs), 'rank')}")
         self._watcher.watch(folder)
         errors = {local_rank: str(folder / f"error-{local_rank}.json") for local_rank in envs}
         for local_rank, file in errors.items():

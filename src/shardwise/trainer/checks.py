@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from ..base.documents import parse, read_text
 from ..base.errors import CheckpointError, ConfigurationError
 from ..checkpoint.opened import open_checkpoint
 from ..core.mesh import is_joined, num_local_ranks, require_nodes
@@ -31,6 +32,7 @@ from .settings import Batching, Settings, batching_of, num_nodes
 
 DEFAULT_SEQ_LENGTH = 2048
 NUM_SAMPLES_CHECKED = 200
+MAX_PROMPTS = 100  # all of them are answered at each evaluation
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +41,7 @@ class Checked:  # result of `check_all`
     tokenizer: Tokenizer
     seq_length: int
     batching: Batching
+    prompts: tuple[str, ...] = ()  # those of eval_prompts
 
 
 def completed(settings: Settings, has_gpu: bool) -> Settings:
@@ -155,4 +158,24 @@ def check_all(settings: Settings, num_ranks: int) -> Checked:
             f"seq_length {seq_length} is more than the {facts.max_seq} tokens that model {settings.model} can take: "
             "make it shorter"
         )
-    return Checked(facts, tokenizer, seq_length, batching)
+    return Checked(facts, tokenizer, seq_length, batching, prompts_in(settings.eval_prompts))
+
+
+def prompts_in(file: str | None) -> tuple[str, ...]:
+    """Read the prompts of --eval-prompts: its lines, or the `prompt` of its rows."""
+    if file is None:
+        return ()
+    path, found = Path(file).expanduser(), []
+    for number, line in enumerate(read_text(path).split("\n"), 1):
+        prompt: object = line.strip()
+        if prompt and path.suffix.lower() == ".jsonl":
+            try:
+                prompt = parse(line)["prompt"]
+            except (ValueError, KeyError, TypeError):
+                prompt = None
+            if not isinstance(prompt, str) or not prompt.strip():
+                raise ConfigurationError(f'eval_prompts {file}:{number}: no prompt; write {{"prompt": "a text"}}')
+        found += [str(prompt)] if prompt else []
+    if not 1 <= len(found) <= MAX_PROMPTS:
+        raise ConfigurationError(f"eval_prompts {file} has {len(found):,} prompts; give 1 to {MAX_PROMPTS}")
+    return tuple(found)

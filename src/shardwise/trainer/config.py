@@ -239,7 +239,7 @@ def _from_preset(values: Mapping[str, Any]) -> Iterator[Given]:
     if isinstance(model, str) and model in PRESETS:
         for key, value in PRESETS[model].settings.items():
             rivals = RIVALS.get(key, ())
-            if not rivals or any(values.get(rival) is None for rival in rivals):
+            if not rivals or any(values.get(rival) in (None, "auto") for rival in rivals):
                 yield Given(key, value, f"preset {model}")
     elif values.get("lora") is not None or values.get("lora_from") is not None:
         yield Given("learning_rate", LORA_RATE * share, f"for adapters{pairs}")

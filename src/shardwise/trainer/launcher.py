@@ -9,13 +9,13 @@ import os
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict, replace
-from functools import partial
 
 from ..base.errors import ConfigurationError, MemoryExceededError, printable_lines
 from ..base.processes import cpu_limit
 from . import cluster, signals
-from .run_folder import LOGS, choose, oom_reports, run_folder, writing_to
+from .run_folder import LOGS, choose, next_steps, oom_reports, run_folder, writing_to
 from .settings import Settings, num_nodes
+from .start_status import StartStatus
 
 ENTRY = "shardwise.trainer.run:run_rank"
 # Settings of this launcher. They are refused if torchrun or srun has started the ranks.
@@ -51,30 +51,36 @@ def _start_ranks(settings: Settings, origin: Mapping[str, str], entry: str) -> i
     # others may have created the folder already. At each start, rank 0 chooses the checkpoint to resume from.
     folder = run_folder(choose(settings) if max_nodes == 1 else settings).expanduser()
     settings = replace(settings, output_dir=str(folder))
-    from .checks import look_ahead  # imports torch; in a rank, the number of threads must be set before that
-
-    look_ahead(settings, num_ranks * min_nodes, partial(print, flush=True))
     logs = folder.absolute() / LOGS
-    with writing_to(folder):
-        logs.mkdir(parents=True, exist_ok=True)
-    _set_threads(num_ranks)
-    # Otherwise restarted ranks use the store of the crashed ranks, and read outdated addresses in it.
-    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-    # Torch's messages about broken connections follow every failure and are never its cause.
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    with StartStatus() as status:
+        status.show("checking the settings and the data")
+        from .checks import look_ahead  # imports torch; in a rank, the number of threads must be set before that
 
-    from . import loopback
-    from .agent import run_agent
-    from .rank import Task
+        look_ahead(settings, num_ranks * min_nodes, status.say)
+        with writing_to(folder):
+            logs.mkdir(parents=True, exist_ok=True)
+        _set_threads(num_ranks)
+        # Otherwise restarted ranks use the store of the crashed ranks, and read outdated addresses in it.
+        os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+        # Torch's messages about broken connections follow every failure and are never its cause.
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
-    if max_nodes == 1:
-        os.environ.update(loopback.interfaces(os.environ))
-    code = run_agent(settings, num_ranks, Task(entry, settings.to_json(), str(logs), os.getpid()))
+        from . import loopback
+        from .agent import run_agent
+        from .rank import Task
+
+        if max_nodes == 1:
+            os.environ.update(loopback.interfaces(os.environ))
+        else:
+            status.show(f"waiting for the other machines at {settings.rdzv_endpoint}")
+        code = run_agent(settings, num_ranks, Task(entry, settings.to_json(), str(logs), os.getpid()), status)
     if code == MemoryExceededError.exit_code:
         reports = oom_reports(folder)
         # Rank 0 has printed its own report; other ranks' are only in their logs, so print one if rank 0 has none.
         if reports and all(report["rank"] for report in reports):
             print(printable_lines(f"shardwise: {reports[0]['text']}"), file=sys.stderr, flush=True)
+    if sys.stdout.isatty() and (steps := next_steps(folder, code)):
+        print("\n".join(["", *(f"  {name:<10} {command}" for name, command in steps.items())]), flush=True)
     return code
 
 

@@ -43,12 +43,16 @@ def run_steps(run: Run, after_step: Callable[[], None]) -> Ending:
     records, exchange, first = run.records, _HostExchange(run.hosts, run.requests, run.records), run.step
     eval_every = interval_of(run.settings.eval_steps, run.num_steps)
     save_every = interval_of(run.settings.save_steps, run.num_steps)
+    if run.evaluations.is_exhausted():  # a run that has stopped early was started again
+        return Ending(first)
     coming = run.micro_batches(first)
     exchange.start(coming, None)
     queued: _QueuedStep | None = None  # the last step, until its loss is sent
     for step in range(first, run.num_steps):
         agreed = exchange.finish()
-        evaluates, saves = (step > first and every > 0 and step % every == 0 for every in (eval_every, save_every))
+        evaluates, saves = (every > 0 and step % every == 0 for every in (eval_every, save_every))
+        # The run may have been killed between a save and an evaluation of the same step.
+        evaluates, saves = evaluates and step > run.evaluations.last_step, saves and step > first
         if evaluates or saves or agreed.save or agreed.stop is not None or records.complaint:
             # One more exchange for the loss of the last queued step. It may bring further requests.
             exchange.start([], queued)
@@ -64,6 +68,8 @@ def run_steps(run: Run, after_step: Callable[[], None]) -> Ending:
                 return Ending(step, stop=stop)
             if evaluates:
                 run.evaluate(step)
+                if run.evaluations.is_exhausted():
+                    return Ending(step)
             records.go_on()
 
         before, queued = queued, _take_step(run, coming, step, agreed.num_targets)

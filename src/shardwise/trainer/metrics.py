@@ -12,6 +12,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib import import_module
 from itertools import zip_longest
@@ -26,9 +27,12 @@ from rich.table import Table
 from rich.text import Text
 
 from ..api.memory_report import Memory
+from ..base.documents import read_object
 from ..base.errors import ConfigurationError, printable_lines
 from ..base.text import duration, size
-from .run_folder import METRICS, replace_file
+from ..checkpoint.folder import CHECKPOINTS, find, newest_in, step_folder
+from .run_folder import CONFIG, METRICS, SAMPLES, replace_file
+from .settings import IS_GREATER_BETTER, Settings
 
 Row = Mapping[str, float | int | None]
 
@@ -104,6 +108,60 @@ class Divergence:
             return ""
         high = f"{mean:.3f}, more than {self.ratio:g} times its lowest, {self.lowest:.3f}"
         return f"step {step}: the mean loss of {WINDOW} steps is {high}"
+
+
+@dataclass(slots=True)
+class Evaluations:
+    """The best evaluation of a run, and how many have followed that do not count as better.
+
+    It follows from the rows of the run folder, so a resumed run counts on, whatever its strategy.
+    """
+
+    settings: Settings
+    step: int = 0  # of the best one; 0: none
+    value: float = math.nan
+    last_step: int = 0
+    num_worse: int = 0
+
+    @classmethod
+    def of(cls, settings: Settings, folder: Path) -> "Evaluations":
+        found, file = cls(settings), folder / METRICS
+        for line in file.read_text().splitlines() if file.is_file() else ():
+            with suppress(ValueError, KeyError, TypeError):  # a line that is being written, or that a crash cut short
+                found.add(json.loads(line))
+        return found
+
+    def add(self, row: Row) -> bool:
+        """Take a row; return whether it is the best evaluation so far. A value that is not a number is never better."""
+        step, metric = int(row["step"] or 0), self.settings.best_metric
+        if metric not in row or step <= self.last_step:
+            return False
+        value, sign = row[metric], 1 if IS_GREATER_BETTER[metric] else -1
+        value = math.nan if value is None else value
+        gain = sign * (value - (self.value if self.step else -sign * math.inf))
+        self.last_step = step
+        self.num_worse = 0 if gain > self.settings.early_stopping_threshold else self.num_worse + 1
+        if gain > 0:
+            self.step, self.value = step, value
+        return gain > 0
+
+    def is_exhausted(self) -> bool:
+        """Return True if the run has to stop early."""
+        patience = self.settings.early_stopping_patience
+        return patience is not None and self.num_worse >= patience
+
+    def __str__(self) -> str:
+        return f"{self.settings.best_metric} {self.value:.4f} at step {self.step:,}"
+
+
+def best_or_newest(path: Path) -> Path:
+    """Return the checkpoint of the best evaluation if `path` is a run with load_best_model_at_end, else `newest_in`."""
+    config = read_object(path / CONFIG) if (path / CONFIG).is_file() else {}
+    if config.get("load_best_model_at_end"):
+        best = Evaluations.of(Settings(metric_for_best_model=config.get("metric_for_best_model")), path)
+        if find(place := step_folder(path / CHECKPOINTS, best.step)) is not None:
+            return place
+    return newest_in(path)
 
 
 @dataclass(slots=True)
@@ -251,16 +309,22 @@ class Metrics:  # writes rows to the file and to trackers, on one rank only
         for reporter in self._reporters:
             reporter.log(row)
 
+    def log_samples(self, samples: Sequence[Mapping[str, object]]) -> None:
+        """Append the texts that were generated at an evaluation."""
+        if self._file is not None and samples:
+            with self._file.with_name(SAMPLES).open("a") as file:
+                file.writelines(json.dumps(sample) + "\n" for sample in samples)
+
     def truncate_after(self, step: int) -> None:
         """Move the rows after `step` to metrics-left.jsonl, and drop a line that a crash has cut short."""
         if self._file is None:
             return
-        if self._file.exists():
-            lines = self._file.read_text().splitlines(keepends=True)
+        for path in filter(Path.exists, (self._file, self._file.with_name(SAMPLES))):
+            lines = path.read_text().splitlines(keepends=True)
             if left := [line for line in lines if step < _step_of(line) < math.inf]:
-                with self._file.with_name("metrics-left.jsonl").open("a") as file:
+                with path.with_name(f"{path.stem}-left.jsonl").open("a") as file:
                     file.writelines(left)
-            replace_file(self._file, "".join(line for line in lines if _step_of(line) <= step))
+            replace_file(path, "".join(line for line in lines if _step_of(line) <= step))
         for reporter in self._reporters:
             reporter.restart(step)
 
@@ -347,6 +411,7 @@ class Progress:
         self._total = total_steps
         self._step = first_step
         self._is_shown = is_shown
+        self.note = ""  # shown until the first step is done
         self._row: dict[str, float | int] = {}
         # Time and number of the first step of this start. It takes longer, so `_time_left` leaves it out.
         self._clock: tuple[float, int] | None = None
@@ -366,7 +431,7 @@ class Progress:
 
     def advance(self, step: int) -> None:
         """Note that `step` steps are queued; their results may arrive much later."""
-        self._step = step
+        self._step, self.note = step, ""
         if self._clock is None:
             self._clock = (time.monotonic(), step)
 
@@ -411,7 +476,8 @@ class Progress:
         share = f"{self._step / max(self._total, 1):4.0%}"
         head.add_row(bar, self._line_start(self._step), share, *self._time_left())
         memory = _memory_words(row, _MEMORY)
-        lines = [_words(row, _TRAINING), _words(row, _EVALUATION), ["memory", *memory] if memory else []]
+        lines = [[self.note] if self.note else [], _words(row, _TRAINING), _words(row, _EVALUATION)]
+        lines.append(["memory", *memory] if memory else [])
         return Group(head, *[Text("  ".join(line), overflow="crop", no_wrap=True) for line in lines if line])
 
 

@@ -14,7 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from textwrap import TextWrapper
 from types import TracebackType
@@ -39,6 +39,7 @@ from ..planner.search import MODES
 from ..planner.training import Training
 from .run_folder import OOM_FILES
 from .run_plan import RunPlan
+from .start_status import StartStatus
 
 if TYPE_CHECKING:
     from .run_state import Run
@@ -67,6 +68,7 @@ _MESSAGES = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "can't allocate memo
 class FailureContext:
     """Facts about a run for the report of a failure. They are added while the run is set up."""
 
+    status: StartStatus = field(default_factory=lambda: StartStatus(is_shown=False))
     rank: int = 0
     folder: Path | None = None
     planned: RunPlan | None = None
@@ -311,7 +313,10 @@ def _text(report: dict[str, Any], planned: RunPlan | None, changes: "list[Remedy
     if (pool := report["pool"]) is not None:
         unused = size(pool["reserved"] - pool["allocated"])
         lines.append(f"    allocator {size(pool['reserved'])} reserved of {size(pool['limit'])}, {unused} of it unused")
-    lines += labelled_lines({"largest": largest, "to blame": report["blame"]})
+    batch = ""
+    if planned is not None and planned.why_batch:
+        batch = f"{FLAGS['micro_batch']} {planned.entry.training.micro_batch} ({planned.why_batch})"
+    lines += labelled_lines({"largest": largest, "micro-batch": batch, "to blame": report["blame"]})
     if not changes:
         return "\n".join([*lines, "  what would help: split more, a smaller micro-batch, or more ranks"])
     lines.append("  what would help, as planned:")

@@ -28,6 +28,7 @@ from pathlib import Path
 from ..base.errors import SaveError, StoreError, WireError
 from ..base.processes import end_with
 from . import signals
+from .start_status import StartStatus, take_terminal
 
 WRITE_STACK = signal.SIGVTALRM  # makes a rank write its stack into the folder of its notes
 NUM_FRAMES = 3  # of a stack that are shown
@@ -73,6 +74,11 @@ def run_task(task: Task) -> int:
         # This handler is written in C, so it works even while the rank is inside a library. It keeps the file open.
         faulthandler.register(WRITE_STACK, _stack_file(folder, local_rank).open("w"), all_threads=False)
         write_note(folder, note)
+        if not rank:
+            take_terminal(folder)
+        with StartStatus(is_shown=not rank) as status:
+            status.show("loading torch and the trainer")
+            import_module(task.entry.partition(":")[0])
         note.code = call(task.entry, task.settings)
     except Exception as error:  # noqa: BLE001, the launcher reports it
         note.ended_s = time.time()

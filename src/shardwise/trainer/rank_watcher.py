@@ -34,6 +34,7 @@ from typing import Self
 from ..base.processes import state_of
 from .rank import WRITE_STACK, Note, read_notes, stack_of
 from .signals import INTERRUPTED, REQUEST_SIGNALS, STOP_SIGNALS, TERMINATED
+from .start_status import MARK
 
 POLL_S = 0.1
 AFTER_A_DEATH_S = 5.0  # until the other ranks are killed
@@ -70,8 +71,16 @@ class WatchedRank:
 class RankWatcher:
     """Raises `stop_agent` in the main thread when the ranks have to be killed; `code` is then the exit code."""
 
-    def __init__(self, say: Callable[[str], None], stop_agent: Exception, timeout_s: float, folder: Path) -> None:
+    def __init__(
+        self,
+        say: Callable[[str], None],
+        stop_agent: Exception,
+        timeout_s: float,
+        folder: Path,
+        leave_terminal: Callable[[], None] = lambda: None,
+    ) -> None:
         self.code: int | None = None
+        self._leave_terminal = leave_terminal
         self._timeout_s = timeout_s
         self._temporary_folder = folder
         self._turned_s = time.monotonic()
@@ -151,6 +160,9 @@ class RankWatcher:
             return
         for note in read_notes(self._folder):
             self.ranks.setdefault(note.local_rank, WatchedRank(note)).note = note
+        if self.ranks and (mark := self._folder / MARK).exists():
+            self._leave_terminal()
+            mark.unlink()
         for rank in self.ranks.values():
             if rank.gone_s is None:
                 self._update(rank)

@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ from torch import nn
 from ..api.full_weights import load_full_state_dict
 from ..api.sharding import free_bytes_here, shard
 from ..base.errors import ConfigurationError, DivergenceError, SaveError, ShardwiseError
-from ..checkpoint.folder import CHECKPOINTS, continue_from
+from ..checkpoint.folder import CHECKPOINTS, continue_from, find, step_folder
 from ..checkpoint.saving import save
 from ..core import mesh
 from ..core.engine.guards import engine_of
@@ -39,7 +38,7 @@ from .data.prepare import Prepared, prepare
 from .data.samples import Samples, open_samples
 from .loop import Ending, run_steps
 from .loss import Chunks
-from .metrics import Divergence, Metrics, Progress, StepRecords, json_number
+from .metrics import Divergence, Evaluations, Metrics, Progress, StepRecords, json_number
 from .models.build import Built, build
 from .models.headloss import path_of, set_path
 from .objectives import measures_of
@@ -62,8 +61,9 @@ from .run_folder import (
 from .run_plan import RunPlan, draft, plan_before, plan_of, write_plan
 from .run_state import Run, data_identity
 from .run_summary import banner, device_name, summary
-from .settings import Settings, parse_units, settings_from_json
+from .settings import Batching, Settings, parse_units, settings_from_json
 from .signals import Requests, has_launcher
+from .start_status import StartStatus
 
 TOKENISING_S = 24 * 3600  # maximum time that ranks wait for the rank that tokenises
 Say = Callable[[str], None]
@@ -91,23 +91,26 @@ def run_rank(text: str) -> int:
 
 def _run(settings: Settings) -> int:
     settings = completed(settings, torch.cuda.is_available())
-    mesh.init(device=settings.device, timeout_s=settings.timeout)
-    context = FailureContext()
-    try:
-        return _train(settings, context)
-    except (OSError, SaveError) as error:
-        if explained := context.folder and failed_write(context.folder, error):
-            raise explained from error
-        raise
-    except (RuntimeError, MemoryError) as error:
-        if is_out_of_memory(error):
-            raise explain(error, context) from error
-        raise
+    with StartStatus(mesh.is_first()) as status:
+        status.show("waiting for all ranks")
+        mesh.init(device=settings.device, timeout_s=settings.timeout)
+        context = FailureContext(status=status)
+        try:
+            return _train(settings, context)
+        except (OSError, SaveError) as error:
+            if explained := context.folder and failed_write(context.folder, error):
+                raise explained from error
+            raise
+        except (RuntimeError, MemoryError) as error:
+            if is_out_of_memory(error):
+                raise explain(error, context) from error
+            raise
 
 
 def _train(settings: Settings, context: FailureContext) -> int:
     began = time.perf_counter()
     run = context.run = set_up(settings, context)
+    context.status.stop()
     if run.is_first:
         run.progress.say(banner(run))
     engine = engine_of(run.model)
@@ -115,6 +118,7 @@ def _train(settings: Settings, context: FailureContext) -> int:
     if settings.profile and run.is_first:
         traced = traced_steps(run.folder, run.device.type, engine.gathers.settle, engine.finish_updates)
     try:
+        run.progress.note = "compiling the blocks" if run.settings.compile == "on" else ""
         with run.progress, traced as after_step:
             ending = run_steps(run, after_step)
             run.finish_saving()
@@ -164,7 +168,9 @@ def set_up(settings: Settings, context: FailureContext) -> Run:
     """
     world = mesh.everyone()
     rank, num_ranks, device = world.index, world.num_ranks, mesh.device()
-    say: Say = partial(print, flush=True) if rank == 0 else _SILENT
+    status = context.status
+    say: Say = status.say if rank == 0 else _SILENT
+    status.show("checking the settings")
     # Rank 0 chooses, because a folder's name may contain the time. A machine that joined late counts fewer restarts.
     num_restarts = max(exchange(world, mesh.restarts()))
     given = settings
@@ -173,13 +179,19 @@ def set_up(settings: Settings, context: FailureContext) -> Run:
     folder = context.folder = run_folder(settings)
     context.rank = rank
     checked = all_or_none(world, lambda: check_all(settings, num_ranks))
+    status.show("preparing the data")
     # A launcher has already printed the messages about the data.
     prepared, samples, eval_samples = _data(settings, checked, _SILENT if has_launcher() else say)
 
     free_bytes, free_host_bytes = free_bytes_here(), host_bytes_here() // mesh.num_local_ranks()
+    status.show("building the model")
     built = all_or_none(world, lambda: _built(settings, checked, device, samples))
     num_planned = settings.max_steps or _num_steps_of_epochs(settings, checked, samples.num_samples)
     model, optimizer, planned = _sharded(built, settings, checked, free_bytes, num_planned, context)
+    sizes = exchange(world, (planned.entry.training.num_micro_batches, planned.entry.training.micro_batch))[0]
+    checked = replace(checked, batching=Batching(num_ranks, *sizes))
+    if candidates:
+        status.show("loading the checkpoint")
     resumed = resume(candidates, model, optimizer, say)
     compiles, chunk = planned.compilation.setting, planned.entry.training.loss_chunk
     # A resumed run does not decide again.
@@ -217,11 +229,17 @@ def set_up(settings: Settings, context: FailureContext) -> Run:
 
     all_or_none(world, lambda: take_folder() if rank == 0 else None)
     metrics.truncate_after(first_step)
+    evaluations = exchange(world, Evaluations.of(settings, folder) if rank == 0 else None)[0]
+    if settings.load_best_model_at_end and evaluations.step:
+        best = step_folder(folder / CHECKPOINTS, evaluations.step)
+        if not exchange(world, find(best) is not None)[0]:
+            say(f"{best} is not there: the best model is that of the evaluations from now on, not {evaluations}")
+            evaluations = Evaluations(settings)
     run = Run(
         settings=settings, folder=folder, checked=checked, data=identity, built=built, model=model,
         optimizer=optimizer, samples=samples, eval_samples=eval_samples, rank=rank, device=device, hosts=hosts,
         num_steps=num_steps, updates_early=updates_early(settings), first_step=first_step, first_sample=first_sample,
-        step=first_step, planned=planned, saves=saves, metrics=metrics, free_bytes=free_bytes,
+        step=first_step, planned=planned, saves=saves, metrics=metrics, evaluations=evaluations, free_bytes=free_bytes,
         free_host_bytes=free_host_bytes,
         progress=Progress(num_steps, first_step, is_shown=rank == 0), requests=Requests(folder if rank == 0 else None),
     )  # fmt: skip
@@ -291,8 +309,9 @@ def _sharded(
         machine = machine_here(world, mesh.make_axes(settings.node_size), least_free, offload.folder)
     gpu = device_name(mesh.device()) if mesh.device().type == "cuda" else ""
     drafted = draft(built, settings, checked, optimizer, machine, num_steps, gpu)
-    drafted = drafted.compiled(exchange(world, drafted.compilation)[0])  # devices may differ
+    drafted = drafted.compiled(exchange(world, drafted.compilation)[0]).with_best_batch()  # devices may differ
     context.planned = plan_before(drafted)
+    context.status.show("sharding the model")
     checkpoint_blocks(model, settings.gradient_checkpointing)
     if drafted.compilation.is_on:
         blocks = find_blocks(model)
@@ -320,6 +339,7 @@ def _sharded(
     chunks = Chunks(planned.entry.training.loss_chunk, drafted.compilation.is_on and gpu != "")
     set_path(model, replace(path_of(model), chunks=chunks))
     if built.weights is not None and settings.resume_from_checkpoint is None:
+        context.status.show("loading the weights")
         load_full_state_dict(model, built.weights)
     return model, optimizer, planned
 

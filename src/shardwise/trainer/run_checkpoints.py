@@ -80,6 +80,9 @@ def require_room(folder: Path, saves: Saves, num_steps: range, settings: Setting
         )
     every, limit = interval_of(settings.save_steps, num_steps.stop), settings.save_total_limit
     num_saves = -(-num_steps.stop // every) - num_steps.start // every if every else 1  # the end is always saved
+    if settings.load_best_model_at_end:  # each evaluation may be the best so far
+        every = interval_of(settings.eval_steps, num_steps.stop)
+        num_saves, limit = num_saves + num_steps.stop // every - num_steps.start // every, limit and limit + 1
     num_at_once = num_saves if limit is None else min(num_saves, max(limit + 1 - len(all_steps(root)), 1))
     if num_at_once * saves.num_bytes > free:
         fix = "free some" if limit == 1 else "free some, or --save-total-limit 1"

@@ -4,6 +4,7 @@ config.json     the resolved settings; a new run can be started with it
 plan.json       the plan of memory and time
 traffic.json    bytes sent in a step, measured and planned
 metrics.jsonl   a row every logging_steps steps
+samples.jsonl   texts that were generated at each evaluation
 oom-rank0.json  why a rank ran out of memory
 checkpoints/    step-000100, ...
 data/           the tokenised data
@@ -14,6 +15,7 @@ logs/           output of all ranks but the first
 import dataclasses
 import errno
 import json
+import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import datetime
@@ -21,13 +23,14 @@ from pathlib import Path
 from typing import Any, get_args
 
 from ..base.documents import parse, read_object, read_text
-from ..base.errors import CheckpointError, ConfigurationError, SaveError
+from ..base.errors import CheckpointError, ConfigurationError, MemoryExceededError, SaveError
 from ..checkpoint.folder import CHECKPOINTS, INDEX, all_steps, find, latest, read_index, step_folder
 from .settings import AnyLossChunk, Compile, Settings
 
 RUNS = Path("runs")
 CONFIG, DATA, EXPORT, LOGS = "config.json", "data", "export", "logs"
-PLAN, TRAFFIC, METRICS, OOM_FILES = "plan.json", "traffic.json", "metrics.jsonl", "oom-rank*.json"
+PLAN, TRAFFIC, OOM_FILES = "plan.json", "traffic.json", "oom-rank*.json"
+METRICS, SAMPLES = "metrics.jsonl", "samples.jsonl"
 LATEST, AUTO = "latest", "auto"
 
 
@@ -35,7 +38,7 @@ def choose(settings: Settings, num_restarts: int = 0) -> Settings:
     """Return the settings with the run folder and the checkpoint to resume from. Nothing is written."""
     folder, checkpoint = _choice(settings, num_restarts)
     needed = dict.fromkeys((".", CHECKPOINTS, DATA, EXPORT, LOGS), "folder")
-    needed |= dict.fromkeys((CONFIG, PLAN, TRAFFIC, METRICS), "file")
+    needed |= dict.fromkeys((CONFIG, PLAN, TRAFFIC, METRICS, SAMPLES), "file")
     for name, kind in needed.items():
         place = folder / name
         if place.exists() and place.is_dir() != (kind == "folder"):
@@ -176,6 +179,24 @@ def oom_reports(folder: Path) -> list[dict[str, Any]]:
             why = error if isinstance(error, ConfigurationError) else repr(error)
             raise ConfigurationError(f"{file} is no report of a rank: {why}") from None
     return [report for *_, report in sorted(found, key=lambda entry: entry[:3])]
+
+
+def next_steps(folder: Path, code: int) -> dict[str, str]:
+    """Return the commands that follow a run with this exit code; none if it was refused before it began."""
+    if code == ConfigurationError.exit_code or not (folder / CONFIG).is_file():
+        return {}
+    place, has_weights = shlex.quote(str(folder)), latest(folder / CHECKPOINTS) is not None
+    found = {"resume": f"shardwise train --output-dir {place} --resume-from-checkpoint auto"} if code else {}
+    if code == MemoryExceededError.exit_code:
+        found["memory"] = f"shardwise doctor oom {place}"
+    if code == CheckpointError.exit_code:
+        found["verify"] = f"shardwise verify {place}"
+    if has_weights:
+        found["generate"] = f"shardwise generate {place} --prompt 'Once upon a time'"
+    found["report"] = f"shardwise report {place}"
+    if has_weights and not (folder / EXPORT).is_dir():
+        found["export"] = f"shardwise export {place} {shlex.quote(str(folder / EXPORT))}"
+    return found
 
 
 def run_folder(settings: Settings) -> Path:

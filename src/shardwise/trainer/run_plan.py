@@ -31,6 +31,7 @@ from ..planner.auto import Batch, Workload
 from ..planner.events import step_events
 from ..planner.plan_json import plan_as_json
 from ..planner.planning import Plan
+from ..planner.search import assess_named, batches_of, choices
 from ..planner.training import Training
 from ..planner.work.activations import assign_to_units
 from ..planner.work.probe import on_meta, probe_works
@@ -54,6 +55,7 @@ class RunPlan:
     note: str = ""
     others: tuple[Assessment, ...] = ()  # strategies that `auto` has considered
     why: str = ""  # reason of the choice of `auto`
+    why_batch: str = ""  # reason of the micro-batch, if it was chosen here
     compilation: Compilation = field(default_factory=partial(Compilation, False))
     rests: Mapping[str, int] = field(default_factory=dict)  # bytes by class between backward and step
     off_device: Mapping[str, object] = field(default_factory=dict)  # offloaded bytes of a rank, and how they are held
@@ -81,6 +83,7 @@ class Draft:
     strategy: str | dict[str, str]  # with offload and wire
     compilation: Compilation
     may_enlarge_chunks: bool
+    batches: Sequence[tuple[int, int]]  # to choose from: micro-batch size and number
 
     @property
     def name(self) -> str:
@@ -91,7 +94,20 @@ class Draft:
         """The argument `batch` of `sw.shard`, for "auto": this model as it will run, or sizes if that is unknown."""
         asked = self.training
         sizes = (asked.micro_batch, asked.seq, asked.num_micro_batches)
-        return sizes if self.note else Workload(self.subject, asked, self.clips)
+        return sizes if self.note else Workload(self.subject, asked, self.clips, self.batches)
+
+    @property
+    def why_batch(self) -> str:
+        sizes = ", ".join(str(size) for size, _ in self.batches)
+        return f"auto: the fastest of {sizes} that fits, as planned" if len(self.batches) > 1 else ""
+
+    def with_best_batch(self) -> "Draft":
+        """Return the draft with the best of its batches; with the strategy `auto`, both are chosen later."""
+        if self.machine is None or len(self.batches) == 1:
+            return self
+        assess = Assessor(self.subject, self.machine, clips=self.clips)
+        choice = choices(self.training, (self.training.checkpointing,), self.batches)
+        return replace(self, training=assess_named(assess, self.strategy, choice).training)
 
     def compiled(self, compilation: Compilation) -> "Draft":
         return replace(self, compilation=compilation, training=replace(self.training, compile=compilation.is_on))
@@ -137,9 +153,14 @@ def draft(
     compilation = Compilation(settings.compile == "on")
     if settings.compile == "auto":
         compilation = decide(note or gain_of(built.model, known, works, training, device_name), num_steps)
+    batches: Sequence[tuple[int, int]] = [(batching.micro_size, batching.num_micro)]
+    if settings.per_device_train_batch_size == "auto" and settings.gradient_accumulation_steps is None:
+        batches = batches_of(training, batching.global_size, batching.num_ranks)
+        if note:
+            raise ConfigurationError(f"per_device_train_batch_size auto: {note}: give a number")
     drafted = Draft(
         subject, machine, training, note, not updates_early(settings), strategy_of(settings), compilation,
-        may_enlarge_chunks=settings.loss_chunk == "auto" and training.loss == "chunked" and not note,
+        may_enlarge_chunks=settings.loss_chunk == "auto" and training.loss == "chunked" and not note, batches=batches,
     )  # fmt: skip
     return drafted.compiled(compilation)
 
@@ -187,7 +208,7 @@ def plan_before(draft: Draft) -> RunPlan | None:
         return None
     assess = Assessor(draft.subject, draft.machine, clips=draft.clips)
     entry = assess(draft.name, layouts_for(draft.strategy, assess.unit_names), draft.training)
-    return RunPlan(entry, assess, draft.note, compilation=draft.compilation)
+    return RunPlan(entry, assess, draft.note, why_batch=draft.why_batch, compilation=draft.compilation)
 
 
 def plan_of(draft: Draft, model: nn.Module) -> RunPlan:
@@ -200,6 +221,7 @@ def plan_of(draft: Draft, model: nn.Module) -> RunPlan:
         assert chosen is not None
         assert chosen.recommended is not None
         machine, name, why, found = chosen.machine, chosen.recommended.name, chosen.why, chosen.found
+        training = training if draft.note else chosen.recommended.training
     assess = Assessor(draft.subject, machine, clips=draft.clips)
     entry = assess(name, [unit.layout for unit in units], training)
     if draft.may_enlarge_chunks:
@@ -219,7 +241,7 @@ def plan_of(draft: Draft, model: nn.Module) -> RunPlan:
         off_device |= {"spare_bytes": host.spare_bytes} if host.spare_bytes else {}
     if host.disk is not None:
         off_device |= {"disk_bytes": host.size.disk, "folder": str(host.disk.folder), "direct": host.disk.is_direct}
-    return RunPlan(entry, assess, draft.note, others, why, draft.compilation, rests, off_device)
+    return RunPlan(entry, assess, draft.note, others, why, draft.why_batch, draft.compilation, rests, off_device)
 
 
 def _with_best_chunk(entry: Assessment, assess: Assessor) -> Assessment:

@@ -12,6 +12,7 @@ from torch import nn
 
 from ..api.memory_report import Memory, memory
 from ..checkpoint.folder import CHECKPOINTS, point_to, prune, step_folder
+from ..checkpoint.loading import load
 from ..checkpoint.opened import has_all_files
 from ..checkpoint.saving import Saving, save, start_save
 from ..core.engine.guards import engine_of
@@ -19,7 +20,7 @@ from ..core.wire.collectives import Channel, exchange
 from .checks import Checked
 from .data.prepare import Prepared
 from .data.samples import Batch, Samples
-from .metrics import Metrics, Progress, Row, StepRecords, memory_row
+from .metrics import Evaluations, Metrics, Progress, Row, StepRecords, memory_row
 from .models.build import Built
 from .models.export import export
 from .models.sample import Sampling, sample
@@ -66,6 +67,7 @@ class Run:
     metrics: Metrics
     progress: Progress
     requests: Requests
+    evaluations: Evaluations
     records: StepRecords = field(init=False)
     saved_step: int | None = None  # the step of the newest save; set as soon as the save begins
     saving: Saving | None = None  # the background save of `saved_step`
@@ -114,16 +116,41 @@ class Run:
         self.peak_memory = now if self.peak_memory is None else self.peak_memory.highest(now)
         return memory_row(now, self.planned.peak_bytes)
 
-    @torch.no_grad()
     def evaluate(self, step: int) -> None:
-        """Write the mean loss over the targets of the evaluation samples. It does not depend on the number of ranks.
+        """Evaluate, and answer the prompts. Save the weights if they are the best so far, and those are wanted."""
+        if self.eval_samples is None:
+            return
+        row = self._evaluation(step, self.eval_samples)
+        self.write(row)
+        self._write_samples(step)
+        if self.evaluations.add(row) and self.settings.load_best_model_at_end:
+            self.save(step)
+
+    def _write_samples(self, step: int) -> None:
+        """Answer the prompts of rank 0. Samples have their own random numbers, so the losses stay the same."""
+        self.activity = "the samples of the evaluation"
+        tokenizer, rows = self.checked.tokenizer, []
+        for prompt in exchange(self.hosts, self.checked.prompts)[0]:
+            # As in `shardwise generate`: a question, if the tokenizer has a chat template.
+            text, stop_id = (prompt, None) if tokenizer.template is None else tokenizer.question(prompt)
+            rows.append({"step": step, "prompt": prompt, "text": self._generate(text, stop_id)})
+        self.metrics.log_samples(rows)
+        self.activity = ""
+
+    def _generate(self, prompt: str, stop_id: int | None = None) -> str:
+        settings, checked = self.settings, self.checked
+        how, num_tokens = Sampling(seed=settings.seed), settings.sample_tokens
+        most = checked.seq_length
+        return sample(self.model, checked.tokenizer, prompt, num_tokens, how, max_seq=most, stop_id=stop_id)
+
+    @torch.no_grad()
+    def _evaluation(self, step: int, samples: Samples) -> Row:
+        """Return the mean loss over the targets of the evaluation samples. It does not depend on the number of ranks.
 
         All ranks call the model equally often: at the end, some repeat a sample without its targets.
         """
-        if self.eval_samples is None:
-            return
         self.activity, self.num_steady = "the evaluation", 0
-        samples, model, device, hosts = self.eval_samples, self.model, self.device, self.hosts
+        model, device, hosts = self.model, self.device, self.hosts
         num_samples = min(samples.num_samples, self.settings.max_eval_samples)
         chosen = samples.spread(num_samples)
         batch_size = self.settings.per_device_eval_batch_size or self.batching.micro_size
@@ -144,7 +171,7 @@ class Run:
         self.activity = ""
         row = {f"eval_{name}": value for name, value in zip(measures, measured, strict=True)}
         row |= {} if measures else {"eval_perplexity": math.exp(min(self.eval_loss, 700.0))}
-        self.write({"step": step, "eval_loss": self.eval_loss, **row})
+        return {"step": step, "eval_loss": self.eval_loss, **row}
 
     def save(self, step: int) -> None:
         if self.saved_step == step:
@@ -196,7 +223,7 @@ class Run:
 
     def _remove_older(self, root: Path, limit: int) -> None:
         try:
-            prune(root, limit, has_all_files)
+            prune(root, limit, has_all_files, self.best_step)
         except OSError as error:
             self.progress.say(f"older checkpoints cannot be removed: {error}")
 
@@ -218,16 +245,24 @@ class Run:
             "configuration": asdict(self.settings),
         }
 
+    @property
+    def best_step(self) -> int | None:
+        """The step of the best evaluation, whose checkpoint is never removed; None if it is not wanted."""
+        return self.evaluations.step if self.settings.load_best_model_at_end else None
+
     def finish(self, step: int) -> None:
-        """Save, evaluate, generate a sample and export at the end of a complete run."""
+        """Save, evaluate, take the best weights, generate a sample and export at the end of a complete run."""
         self.save(step)
         self.finish_saving()
-        self.evaluate(step)
+        if self.eval_loss is None or self.evaluations.last_step != step:  # it may have stopped after an evaluation
+            self.evaluate(step)
         settings = self.settings
         self.activity = "the end of the run"
+        if self.best_step and self.best_step != step:
+            load(step_folder(self.folder / CHECKPOINTS, self.best_step), self.model, allow_rounding=True)
+            self.progress.say(f"the best weights are loaded: {self.evaluations}")
         if settings.sample_tokens:
-            tokenizer, how, max_seq = self.checked.tokenizer, Sampling(seed=settings.seed), self.checked.seq_length
-            self.generated = sample(self.model, tokenizer, self.prompt, settings.sample_tokens, how, max_seq=max_seq)
+            self.generated = self._generate(self.prompt)
         if settings.export:
             export(self.model, self.built, settings, self.folder / EXPORT)
             self.exported = str(self.folder / EXPORT)

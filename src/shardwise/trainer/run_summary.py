@@ -55,7 +55,8 @@ def banner(run: Run) -> str:
         "strategy": f"{_strategy(run, engine)} on {world}, {device_name(run.device)}, {settings.precision}"
         + (f": {run.planned.why}" if run.planned.why else ""),
         "batch": f"{plural(batching.global_size, 'sample')} = {ranks} x {plural(batching.num_micro, 'micro-batch')} x "
-        f"{batching.micro_size}, {batching.global_size * seq_length:,} tokens a step",
+        f"{batching.micro_size}, {batching.global_size * seq_length:,} tokens a step"
+        + (f" ({run.planned.why_batch})" if run.planned.why_batch else ""),
         "data": f"{data}, {count(samples.num_tokens)} tokens, "
         f"{plural(samples.num_samples, 'sample')} of {seq_length:,}{evaluation}{tokenizer}",
         "training": f"{steps}, {settings.optimizer}, lr {settings.learning_rate:g} "
@@ -113,6 +114,7 @@ def _host_memory(run: Run, engine: Engine, held: Memory) -> str:
 def _saving(run: Run, engine: Engine) -> str:
     saves, every = run.saves, interval_of(run.settings.save_steps, run.num_steps)
     words = [f"every {plural(every, 'step')}" if every else "at the end", size(saves.num_bytes)]
+    words[:1] += ["after each evaluation that is the best"] if run.settings.load_best_model_at_end else []
     seconds = expected_save_s(run.folder, saves, engine)
     if seconds is not None:
         words.append(f"about {duration(seconds) if seconds >= 100 else f'{max(seconds, 0.1):.1f} s'} each")
@@ -134,6 +136,9 @@ def summary(run: Run, ending: Ending, seconds: float) -> str:
         largest = largest.highest(other)
     why = {INTERRUPTED: "interrupted", TERMINATED: "terminated"}.get(ending.stop or 0)
     done = f"stopped ({why}): step {ending.step:,}" if why else f"done: {plural(ending.step, 'step')}"
+    if run.evaluations.is_exhausted() and not why:
+        num_worse = plural(run.evaluations.num_worse, "evaluation")
+        done = f"stopped early ({num_worse} without a better {run.settings.best_metric}): step {ending.step:,}"
     num_tokens = (ending.step - run.first_step) * records.tokens_per_step
     speed = [] if records.tokens_per_s is None else [f"{records.tokens_per_s:,.0f} tokens/s"]
     speed += [] if records.mfu is None else [f"MFU {records.mfu:.1%}"]
@@ -143,6 +148,7 @@ def summary(run: Run, ending: Ending, seconds: float) -> str:
         "speed": ", ".join(speed),
         "checkpoint": non_breaking(saved),
         "export": non_breaking(run.exported),
+        "best": str(run.evaluations) if run.evaluations.step not in (0, run.evaluations.last_step) else "",
     }
     head = f"{done} of {run.num_steps:,}, {count(num_tokens)} tokens in {duration(seconds)}"
     text = [head, "", *labelled_lines(lines), *_memory_table(run, largest)]

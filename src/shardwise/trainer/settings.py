@@ -64,6 +64,12 @@ Compile = Literal["auto", "on", "off"]
 AnyLossChunk = Literal["auto", "small", "large"]
 Objective = Literal["dpo", "hinge", "ipo", "simpo", "orpo"]
 DEFAULT_GLOBAL_BATCH = 16
+IS_GREATER_BETTER = {  # metrics of an evaluation; True: more is better. The last two belong to the objectives of pairs
+    "eval_loss": False,
+    "eval_perplexity": False,
+    "eval_rewards/accuracies": True,
+    "eval_rewards/margins": True,
+}
 DEEPSPEED_SCHEDULES = ("warmup-lr", "warmup-decay-lr", "warmup-cosine-lr")
 READ_BY: dict[str, tuple[str, tuple[str, ...]]] = {  # settings that only some values of another setting read
     "decay_steps": ("lr_scheduler_type", ("wsd",)),
@@ -104,7 +110,7 @@ class Settings:
     max_bad_rows: int = setting(DATA, 100, "Maximum number of unreadable rows that are skipped; one more is an error.", least=0)
 
     global_batch_size: int | None = setting(BATCH, None, "Samples per step, over all ranks and micro-batches. Default: the product of the next two and the ranks, otherwise 16.", least=1)
-    per_device_train_batch_size: int | None = setting(BATCH, None, "Samples per micro-batch. Default: a rank's whole share of a step.", least=1)
+    per_device_train_batch_size: int | Literal["auto"] | None = setting(BATCH, None, "Samples per micro-batch; auto: within the global batch, the planner takes what fits and is fastest. Default: a rank's whole share of a step.", least=1)
     gradient_accumulation_steps: int | None = setting(BATCH, None, "Micro-batches per step on each rank. Default: as many as the global batch needs.", least=1)
     per_device_eval_batch_size: int | None = setting(BATCH, None, "Samples per evaluation batch. Default: as in training.", least=1)
 
@@ -131,6 +137,11 @@ class Settings:
     max_grad_norm: float = setting(TRAINING, 1.0, "Clip gradients to this norm; 0: no clipping.", least=0)
     seed: int = setting(TRAINING, 0, "Random seed of weights, order of samples and dropout.", least=0, most=2**63 - 1)
     eval_steps: float = setting(TRAINING, 0, "Steps between two evaluations; below 1: part of all steps; 0: only at the end.", least=0)
+    early_stopping_patience: int | None = setting(TRAINING, None, "Stop after this many evaluations in a row without a better metric-for-best-model. Default: never.", least=1)
+    early_stopping_threshold: float = setting(TRAINING, 0.0, "How much better an evaluation must be to count for early-stopping-patience.", least=0)
+    metric_for_best_model: str | None = setting(TRAINING, None, f"Metric that says which evaluation is the best: {', '.join(IS_GREATER_BETTER)}. Default: eval_loss.")
+    greater_is_better: bool | None = setting(TRAINING, None, "Whether more of metric-for-best-model is better. Default: known from its name; anything else is refused.")
+    load_best_model_at_end: bool = setting(TRAINING, False, "Save each new best evaluation's weights, never remove the best ones, and export them at the end instead of the last ones.")
     skip_nonfinite: bool = setting(TRAINING, False, "Skip steps with a gradient that is not finite, and stop after 50 in a row; otherwise the first one stops the run. Always on with fp16.")
     divergence_ratio: float = setting(TRAINING, 3.0, "Stop with exit code 4 if the mean loss is this many times its lowest value, or is not a number; 0: never.", least=0)
 
@@ -151,8 +162,9 @@ class Settings:
     logging_steps: int = setting(RUN, 10, "Steps between two lines of metrics.", least=1)
     report_to: tuple[Tracker, ...] = setting(RUN, (), "Trackers: tensorboard, wandb; separate both with a comma.")
     export: bool = setting(RUN, True, "Write the trained weights at the end, as a Hugging Face folder or a PEFT adapter.")
-    sample_tokens: int = setting(RUN, 160, "Number of tokens to generate at the end; 0: none.", least=0)
-    sample_prompt: str | None = setting(RUN, None, "Prompt of the generated text.")
+    sample_tokens: int = setting(RUN, 160, "Number of tokens to generate at the end, and for each of eval-prompts; 0: none.", least=0)
+    sample_prompt: str | None = setting(RUN, None, "Prompt of the text that is generated at the end.")
+    eval_prompts: str | None = setting(RUN, None, "File of prompts, one in each line (.txt) or row (.jsonl: prompt). Each evaluation writes generated texts to samples.jsonl in the run folder.")
     profile: bool = setting(RUN, False, "Write a profiler trace of three steps.")
 
     device: Literal["cpu", "cuda"] | None = setting(LAUNCH, None, "Device: cpu or cuda. Default: cuda if there is one.")
@@ -204,9 +216,48 @@ class Settings:
             if value != defaults[name] and chosen not in readers:
                 needed = f"{name} {value} belongs to {other} {', '.join(readers)}"
                 raise ConfigurationError(f"{needed}, but that is {chosen}")
+        self._check_best_model()
+        if self.eval_prompts is not None and not (self.sample_tokens and (self.eval_file or self.eval_fraction)):
+            raise ConfigurationError(
+                f"eval_prompts {self.eval_prompts} with sample_tokens {self.sample_tokens} and eval_fraction "
+                f"{self.eval_fraction:g}: it needs at least 1 token, and eval_file or an eval_fraction above 0"
+            )
         num_nodes(self.nnodes)
         num_bytes_of(self.speculation)
         parse_units(self.units)
+
+    def _check_best_model(self) -> None:
+        metric = self.best_metric
+        if metric not in IS_GREATER_BETTER:
+            hint = did_you_mean(metric, IS_GREATER_BETTER)
+            raise ConfigurationError(f"metric_for_best_model: unknown {self.metric_for_best_model!r}; {hint}")
+        if metric != "eval_loss" and ("rewards" in metric) == (self.objective is None):
+            raise ConfigurationError(
+                f"metric_for_best_model {metric} is not measured with objective {self.objective or 'none'}: use eval_loss"
+            )
+        if self.greater_is_better not in (None, IS_GREATER_BETTER[metric]):
+            better = "more" if IS_GREATER_BETTER[metric] else "less"
+            raise ConfigurationError(
+                f"greater_is_better {self.greater_is_better}, but {better} {metric} is better: leave it out"
+            )
+        if self.early_stopping_threshold and self.early_stopping_patience is None:
+            raise ConfigurationError(
+                f"early_stopping_threshold {self.early_stopping_threshold:g} does nothing without "
+                "early_stopping_patience: give both"
+            )
+        for name in ("early_stopping_patience", "load_best_model_at_end"):
+            has_data = self.eval_file or self.eval_fraction
+            if getattr(self, name) and not (self.eval_steps and has_data):
+                fix = "give eval_steps" if has_data else "give eval_steps, and eval_file or an eval_fraction above 0"
+                raise ConfigurationError(
+                    f"{name} {getattr(self, name)} needs evaluations during the run, but eval_steps is "
+                    f"{self.eval_steps:g} and eval_fraction {self.eval_fraction:g}: {fix}"
+                )
+
+    @property
+    def best_metric(self) -> str:
+        """The metric of the best evaluation. Transformers writes it with or without "eval_"."""
+        return f"eval_{(self.metric_for_best_model or 'loss').removeprefix('eval_')}"
 
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self), indent=1)
@@ -283,7 +334,15 @@ def batching_of(settings: Settings, num_ranks: int) -> Batching:
     """Compute the batch sizes that were not given. If the product cannot be the global batch, the error shows it."""
     micro, num_micro = settings.per_device_train_batch_size, settings.gradient_accumulation_steps
     whole = settings.global_batch_size or DEFAULT_GLOBAL_BATCH
-    if settings.global_batch_size is None and (micro is not None or num_micro is not None):
+    given = None if micro == "auto" else micro
+    if micro == "auto":  # until the planner has chosen
+        micro = None
+        if settings.global_batch_size is None and num_micro is not None:
+            raise ConfigurationError(
+                f"per_device_train_batch_size auto divides the global batch, which is unknown beside "
+                f"gradient_accumulation_steps {num_micro}: give global_batch_size, or leave one of the two out"
+            )
+    elif settings.global_batch_size is None and (micro is not None or num_micro is not None):
         return Batching(num_ranks, num_micro or 1, micro or 1)
     if num_micro is None:
         num_micro = whole // (num_ranks * micro) if micro is not None else 1
@@ -291,7 +350,7 @@ def batching_of(settings: Settings, num_ranks: int) -> Batching:
         micro = whole // (num_ranks * num_micro)
     if num_ranks * num_micro * micro != whole:
         # Sizes that were given stay; the others are at least 1.
-        least = num_ranks * (settings.gradient_accumulation_steps or 1) * (settings.per_device_train_batch_size or 1)
+        least = num_ranks * (settings.gradient_accumulation_steps or 1) * (given or 1)
         raise ConfigurationError(
             f"global_batch_size {whole} is not {num_ranks} ranks x {num_micro or 1} gradient_accumulation_steps x "
             f"{micro or 1} per_device_train_batch_size = {num_ranks * (num_micro or 1) * (micro or 1)}; "

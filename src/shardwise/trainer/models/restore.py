@@ -24,7 +24,7 @@ from ...api.sharding import shard
 from ...base.documents import read_object, read_text
 from ...base.dtypes import dtype_of
 from ...base.errors import CheckpointError, ConfigurationError, import_library
-from ...checkpoint.folder import CHECKPOINTS, find, latest, newest_in
+from ...checkpoint.folder import find
 from ...checkpoint.index import Saved
 from ...checkpoint.loading import load
 from ...checkpoint.opened import Reader, open_checkpoint
@@ -33,6 +33,7 @@ from ...checkpoint.writer import MAX_FILE_BYTES, NOTE, converted, stored_source
 from ...core.layout import Strategy
 from ...core.mesh import device, init
 from ..data.tokenizer import Tokenizer, tokenizer_for
+from ..metrics import best_or_newest
 from ..run_folder import CONFIG, EXPORT
 from ..settings import Settings, settings_from_json
 from .build import Built, build
@@ -89,8 +90,8 @@ def find_restorable(path: Path) -> Path:
     for place in (path, path / EXPORT):
         if find(place) is not None or (place / ADAPTER_CONFIG).is_file() or is_model(place):
             return place
-    newest = latest(path / CHECKPOINTS)
-    if newest is None:
+    newest = best_or_newest(path)
+    if find(newest) is None:
         raise ConfigurationError(
             f"{path} is neither an export (config.json of a model, or {ADAPTER_CONFIG}), nor a complete checkpoint, "
             "nor a run folder with one of them"
@@ -142,7 +143,7 @@ def content_of(
     `model` replaces the model of the run, if there is one. `dtype` is a dtype's name, `keep` (the checkpoint's dtype)
     or `auto` (the dtype of the original model, as in the export at the end of a run).
     """
-    place = newest_in(path)
+    place = best_or_newest(path)
     about: dict[str, Any] = {"from": str(place.resolve())}
     is_adapted = (place / ADAPTER_CONFIG).is_file()
     with ExitStack() as stack:
