@@ -10,6 +10,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from functools import partial
+from pathlib import Path
 
 from ..base.errors import ConfigurationError, MemoryExceededError, printable_lines
 from ..base.processes import cpu_limit
@@ -57,6 +58,18 @@ def _start_ranks(settings: Settings, origin: Mapping[str, str], entry: str) -> i
     logs = folder.absolute() / LOGS
     with writing_to(folder):
         logs.mkdir(parents=True, exist_ok=True)
+    code = run_ranks(num_ranks, entry, settings.to_json(), logs, settings)
+    if code == MemoryExceededError.exit_code:
+        reports = oom_reports(folder)
+        # Rank 0 has printed its own report; other ranks' are only in their logs, so print one if rank 0 has none.
+        if reports and all(report["rank"] for report in reports):
+            print(printable_lines(f"shardwise: {reports[0]['text']}"), file=sys.stderr, flush=True)
+    return code
+
+
+def run_ranks(num_ranks: int, entry: str, text: str, logs: Path, settings: Settings | None = None) -> int:
+    """Run `entry`, which takes a text, on ranks of this machine, and return the exit code. `settings`: how to meet."""
+    settings = settings or Settings()
     _set_threads(num_ranks)
     # Otherwise restarted ranks use the store of the crashed ranks, and read outdated addresses in it.
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
@@ -67,15 +80,9 @@ def _start_ranks(settings: Settings, origin: Mapping[str, str], entry: str) -> i
     from .agent import run_agent
     from .rank import Task
 
-    if max_nodes == 1:
+    if num_nodes(settings.nnodes)[1] == 1:
         os.environ.update(loopback.interfaces(os.environ))
-    code = run_agent(settings, num_ranks, Task(entry, settings.to_json(), str(logs), os.getpid()))
-    if code == MemoryExceededError.exit_code:
-        reports = oom_reports(folder)
-        # Rank 0 has printed its own report; other ranks' are only in their logs, so print one if rank 0 has none.
-        if reports and all(report["rank"] for report in reports):
-            print(printable_lines(f"shardwise: {reports[0]['text']}"), file=sys.stderr, flush=True)
-    return code
+    return run_agent(settings, num_ranks, Task(entry, text, str(logs), os.getpid()))
 
 
 def ranks_here(settings: Settings) -> int:

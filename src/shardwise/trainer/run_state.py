@@ -22,8 +22,8 @@ from .data.samples import Batch, Samples
 from .metrics import Metrics, Progress, Row, StepRecords, memory_row
 from .models.build import Built
 from .models.export import export
+from .models.generation import Sampling, sample
 from .models.headloss import loss_sum
-from .models.sample import Sampling, sample
 from .optimizers import learning_rate
 from .run_checkpoints import Saves
 from .run_folder import EXPORT
@@ -220,8 +220,9 @@ class Run:
         settings = self.settings
         self.activity = "the end of the run"
         if settings.sample_tokens:
-            tokenizer, how, max_seq = self.checked.tokenizer, Sampling(seed=settings.seed), self.checked.seq_length
-            self.generated = sample(self.model, tokenizer, self.prompt, settings.sample_tokens, how, max_seq=max_seq)
+            tokenizer, max_seq = self.checked.tokenizer, self.checked.seq_length
+            how = Sampling(seed=settings.seed, max_new_tokens=settings.sample_tokens)
+            self.generated = sample(self.model, tokenizer, self.prompt, how, max_seq=max_seq)
         if settings.export:
             export(self.model, self.built, settings, self.folder / EXPORT)
             self.exported = str(self.folder / EXPORT)
