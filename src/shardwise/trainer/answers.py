@@ -193,15 +193,16 @@ def answer_file(prepared: Prepared, is_stopped: Callable[[], bool]) -> bool:
     partial = out.with_name(f"{out.name}.partial")
     done = exchange(world, _finished(partial, prepared.facts) if world.index == 0 else set())[0]
     left = [row for number, row in enumerate(rows) if number not in done]
+    answers = _generate(prepared, left, is_stopped)
     if world.index:
-        return sum(1 for _ in _generate(prepared, left, is_stopped)) == len(left)
+        return sum(1 for _ in answers) == len(left)
     num_done, num_tokens, began = len(done), 0, time.monotonic()
     shown = began
     try:
         with partial.open("a", encoding="utf-8") as file:
             if not file.tell():
                 _write(file, prepared.facts)
-            for answer in _generate(prepared, left, is_stopped):
+            for answer in answers:
                 given, (number, text, own_tokens, end) = rows[answer.number].given, answer
                 _write(file, {"row": number, **given, "answer": text, "num_tokens": own_tokens, "end": end})
                 num_done, num_tokens, now = num_done + 1, num_tokens + own_tokens, time.monotonic()
@@ -218,11 +219,12 @@ def answer_file(prepared: Prepared, is_stopped: Callable[[], bool]) -> bool:
 
 
 def _generate(prepared: Prepared, rows: Sequence[Row], is_stopped: Callable[[], bool]) -> Iterator[Answer]:
+    """Load the model, and return the answers, each when it ends."""
     if not rows:
-        return
+        return iter(())
     init()
     found, request = prepared.model, prepared.request
-    yield from generate(
+    return generate(
         found.load(**prepared.words),
         found.tokenizer,
         (row.prompt for row in rows),
