@@ -20,8 +20,8 @@ from ..base.errors import ConfigurationError, SaveError, did_you_mean
 from ..core.mesh import everyone, init
 from ..core.precision import precision_of
 from ..core.wire.collectives import exchange
-from .data.tokenizer import ANSWERING, Message, Tokenizer
-from .models.generation import Answer, Prompt, Sampling, generate
+from .data.tokenizer import ANSWERING
+from .models.generation import Answer, Prompt, Sampling, generate, tokens_of
 from .models.restore import Restorable, find_model_in
 from .offload import check_strategy, offload_of
 
@@ -110,7 +110,7 @@ def prepare(request: Request) -> Prepared:
     for number, (where, row) in enumerate(given):
         if "messages" in row and request.chat is False:
             raise ConfigurationError(f"{where}: messages are a chat: leave --raw out")
-        ids, stop_id = _tokens(model.tokenizer, row, is_chat or "messages" in row)
+        ids, stop_id = tokens_of(model.tokenizer, row.get("messages", row.get("prompt", "")), is_chat)
         if len(ids) >= model.facts.max_seq:
             raise ConfigurationError(
                 f"{where} has {len(ids)} tokens, and the model takes {model.facts.max_seq}, with the answer: make it "
@@ -118,14 +118,6 @@ def prepare(request: Request) -> Prepared:
             )
         rows.append(Row(row, Prompt(ids, model.stop_ids | {stop_id}, number)))
     return Prepared(request, model, words, rows, is_chat)
-
-
-def _tokens(tokenizer: Tokenizer, row: dict[str, Any], is_chat: bool) -> tuple[list[int], int]:
-    """Return the tokens of a prompt, and the token that ends the answer."""
-    if not is_chat:
-        return tokenizer.encode(row["prompt"]) or [tokenizer.end_id], tokenizer.end_id
-    asked: list[Message] = [{"role": "user", "content": row["prompt"]}] if "prompt" in row else row["messages"]
-    return tokenizer.question(asked)
 
 
 def _rows_in(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -22,7 +22,7 @@ from .data.samples import Batch, Samples
 from .metrics import Metrics, Progress, Row, StepRecords, memory_row
 from .models.build import Built
 from .models.export import export
-from .models.generation import Sampling, sample
+from .models.generation import Sampling, samples
 from .models.headloss import loss_sum
 from .optimizers import learning_rate
 from .run_checkpoints import Saves
@@ -222,7 +222,7 @@ class Run:
         if settings.sample_tokens:
             tokenizer, max_seq = self.checked.tokenizer, self.checked.seq_length
             how = Sampling(seed=settings.seed, max_new_tokens=settings.sample_tokens)
-            self.generated = sample(self.model, tokenizer, self.prompt, how, max_seq=max_seq)
+            [self.generated] = samples(self.model, tokenizer, [self.prompt], how, max_seq=max_seq)
         if settings.export:
             export(self.model, self.built, settings, self.folder / EXPORT)
             self.exported = str(self.folder / EXPORT)

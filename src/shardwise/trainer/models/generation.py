@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from ...base.errors import ConfigurationError
 from ...core.engine.guards import find_engine
 from ...core.wire.collectives import broadcast_from_first
-from ..data.tokenizer import Tokenizer
+from ..data.tokenizer import Message, Tokenizer
 from ..model import LayerCache, Transformer
 from .headloss import path_of
 
@@ -142,14 +142,29 @@ def generate(
         model.train(was_training)
 
 
-def sample(model: nn.Module, tokenizer: Tokenizer, prompt: str, sampling: Sampling, *, max_seq: int) -> str:
-    """Return the text that a model generates after a prompt, of which it sees the end if it is too long.
+def samples(
+    model: nn.Module,
+    tokenizer: Tokenizer,
+    prompts: Sequence[str],
+    sampling: Sampling,
+    *,
+    max_seq: int,
+    is_chat: bool = False,
+) -> list[str]:
+    """Return the texts that a model generates after prompts, or its answers to them.
 
-    With an empty prompt, a new document begins.
+    It sees the end of a prompt that is too long. After an empty one, a document begins.
     """
-    ids = (tokenizer.encode(prompt) or [tokenizer.end_id])[1 - max_seq :]
-    prompts = [Prompt(ids, frozenset([tokenizer.end_id]))]
-    return next(generate(model, tokenizer, prompts, sampling, max_seq=max_seq)).text
+    asked = [tokens_of(tokenizer, prompt, is_chat) for prompt in prompts]
+    rows = [Prompt(ids[1 - max_seq :], frozenset([tokenizer.end_id, end]), at) for at, (ids, end) in enumerate(asked)]
+    return [answer.text for answer in sorted(generate(model, tokenizer, rows, sampling, max_seq=max_seq))]
+
+
+def tokens_of(tokenizer: Tokenizer, asked: str | Sequence[Message], is_chat: bool) -> tuple[list[int], int]:
+    """Return the tokens of a prompt, or of the messages of a chat, and the token that ends the answer."""
+    if isinstance(asked, str) and not is_chat:
+        return tokenizer.encode(asked) or [tokenizer.end_id], tokenizer.end_id
+    return tokenizer.question([{"role": "user", "content": asked}] if isinstance(asked, str) else asked)
 
 
 def _generator(sampling: Sampling, prompt: Prompt) -> torch.Generator:
