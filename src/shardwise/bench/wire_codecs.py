@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from ..base.processes import end_with_parent
 from ..core.engine.guards import engine_of
 from ..core.layout import MOST_SPLIT
-from ..core.mesh import leave
+from ..core.mesh import init, leave
 from ..core.schedule.flat import is_encodable
 from ..core.unit.state import FlatState
 from ..core.wire.codec import encoded_bytes, parse
@@ -30,7 +30,7 @@ from ..trainer.checks import check_all
 from ..trainer.data.prepare import prepare
 from ..trainer.data.samples import open_samples
 from ..trainer.models.headloss import loss_sum
-from ..trainer.models.restore import restore
+from ..trainer.models.restore import find_model_in
 from ..trainer.run_folder import CONFIG, DATA
 from ..trainer.settings import settings_from_json
 
@@ -106,7 +106,9 @@ def measure(run: Path, num_ranks: int, step: int, gradients: Sequence[str], weig
     samples, _ = open_samples(settings, checked.tokenizer, prepared, checked.seq_length, _silent)
     global_size = checked.batching.global_size
     batch = samples.batch(checked.batching.share(samples.order(step * global_size, global_size), 0)[0])
-    model = restore(run, MOST_SPLIT)[0].train()
+    init()
+    precision = settings.precision if settings.precision == "pure-bf16" else None
+    model = find_model_in(run).load(precision, is_trained=True, strategy=MOST_SPLIT)
     device = next(model.parameters()).device
     (loss_sum(model, batch.to(device)) / max(batch.num_targets, 1)).backward()
     engine_of(model).finish_gradients()

@@ -1,9 +1,13 @@
 """`shardwise report` shows the predicted and measured figures of a run; `shardwise generate` lets its model write."""
 
 import json
+import os
 import re
 import sys
 from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import typer
 
 from ..base.errors import ConfigurationError, printable
 from .shared import documented, say, write_file
@@ -37,27 +41,83 @@ def report(
 def generate(
     path: Path,
     prompt: str = "",
+    prompts: Path | None = None,
+    out: Path | None = None,
+    batch_size: int = 8,
+    chat: bool | None = None,
+    tokenizer: str | None = None,
     max_new_tokens: int = 200,
     temperature: float = 0.8,
     top_k: int = 50,
+    top_p: float = 1.0,
+    stop: list[str] | None = None,
     seed: int = 0,
-    chat: bool | None = None,
-    tokenizer: str | None = None,
+    precision: str | None = None,
+    offload: list[str] | None = None,
+    strategy: str | None = None,
+    nproc_per_node: int | None = None,
 ) -> None:
-    if chat and not prompt:
+    if chat and not prompt and prompts is None:
         raise ConfigurationError("--chat needs a message: give one with --prompt")
-    from ..core.mesh import leave
-    from ..trainer.models.restore import restore
-    from ..trainer.models.sample import Sampling, sample
+    if prompts is not None and prompt:
+        raise ConfigurationError("--prompt and --prompts: leave one out")
+    if out is not None and prompts is None:
+        raise ConfigurationError(f"--out {out} is for the answers to --prompts: a single answer is printed")
+    from ..trainer.answers import Request, prepare
+    from ..trainer.launcher import run_ranks
+    from ..trainer.models.generation import Sampling
+    from ..trainer.start_status import StartStatus
 
+    started = "RANK" in os.environ
+    if started and nproc_per_node is not None:
+        raise ConfigurationError(f"--nproc-per-node {nproc_per_node}, but torchrun has started the ranks: leave it out")
+    is_sharded = offload or int(os.environ.get("WORLD_SIZE", nproc_per_node or 1)) > 1
+    request = Request(
+        path=str(path),
+        strategy=strategy or ("zero3" if is_sharded else "ddp"),
+        sampling=Sampling(temperature, top_k, top_p, seed, max_new_tokens, tuple(stop or ())),
+        prompt=prompt,
+        prompts=prompts and str(prompts),
+        out=out and str(out),
+        batch_size=batch_size,
+        chat=chat,
+        tokenizer=tokenizer,
+        offload=offload or (),
+        precision=precision,
+    )
+    if started or (nproc_per_node or 1) == 1:
+        code = generate_on_rank(request.to_json())
+    else:
+        prepare(request)  # a wrong request ends here, before any rank is started
+        with TemporaryDirectory(prefix="shardwise-") as logs, StartStatus() as status:
+            entry = f"{__name__}:generate_on_rank"
+            code = run_ranks(nproc_per_node or 1, entry, request.to_json(), Path(logs), status)
+    raise typer.Exit(code)
+
+
+def generate_on_rank(text: str) -> int:
+    """Generate as one rank, and return the exit code."""
+    from ..core.mesh import is_first, leave
+    from ..trainer.answers import Request, answer_file, answer_prompt, prepare
+    from ..trainer.signals import Requests, has_launcher, listen
+
+    request = Request.from_json(text)
     try:
-        model, loaded, max_seq = restore(path, "ddp", tokenizer)
-        is_chat = bool(prompt and loaded.template) if chat is None else chat
-        text, stop_id = loaded.question(prompt) if is_chat else (prompt, None)
-        sampling = Sampling(temperature, top_k, seed)
-        generated = sample(model, loaded, text, max_new_tokens, sampling, max_seq=max_seq, stop_id=stop_id)
+        prepared = prepare(request)
+        if not has_launcher():
+            listen(has_launcher=False)
+        requests = Requests(None)
+        if request.prompts is not None:
+            answer_file(prepared, lambda: requests.read()[0] is not None)
+        else:
+            answer = answer_prompt(prepared, lambda: requests.read()[0] is not None)
+            if answer is not None and is_first():
+                _print(answer if prepared.is_chat else request.prompt + answer)
+        return requests.read()[0] or 0
     finally:
         leave()
-    answer = generated if is_chat else prompt + generated
-    # On a terminal, control characters in a model's output are escaped.
-    print(CONTROL.sub(lambda found: printable(found[0]), answer) if sys.stdout.isatty() else answer)
+
+
+def _print(text: str) -> None:
+    """Print a model's output. On a terminal, control characters in it are escaped."""
+    print(CONTROL.sub(lambda found: printable(found[0]), text) if sys.stdout.isatty() else text)

@@ -9,6 +9,7 @@ import os
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict, replace
+from pathlib import Path
 
 from ..base.errors import ConfigurationError, MemoryExceededError, printable_lines
 from ..base.processes import cpu_limit
@@ -59,21 +60,7 @@ def _start_ranks(settings: Settings, origin: Mapping[str, str], entry: str) -> i
         look_ahead(settings, num_ranks * min_nodes, status.say)
         with writing_to(folder):
             logs.mkdir(parents=True, exist_ok=True)
-        _set_threads(num_ranks)
-        # Otherwise restarted ranks use the store of the crashed ranks, and read outdated addresses in it.
-        os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-        # Torch's messages about broken connections follow every failure and are never its cause.
-        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-
-        from . import loopback
-        from .agent import run_agent
-        from .rank import Task
-
-        if max_nodes == 1:
-            os.environ.update(loopback.interfaces(os.environ))
-        else:
-            status.show(f"waiting for the other machines at {settings.rdzv_endpoint}")
-        code = run_agent(settings, num_ranks, Task(entry, settings.to_json(), str(logs), os.getpid()), status)
+        code = run_ranks(num_ranks, entry, settings.to_json(), logs, status, settings)
     if code == MemoryExceededError.exit_code:
         reports = oom_reports(folder)
         # Rank 0 has printed its own report; other ranks' are only in their logs, so print one if rank 0 has none.
@@ -82,6 +69,28 @@ def _start_ranks(settings: Settings, origin: Mapping[str, str], entry: str) -> i
     if sys.stdout.isatty() and (steps := next_steps(folder, code)):
         print("\n".join(["", *(f"  {name:<10} {command}" for name, command in steps.items())]), flush=True)
     return code
+
+
+def run_ranks(
+    num_ranks: int, entry: str, text: str, logs: Path, status: StartStatus, settings: Settings | None = None
+) -> int:
+    """Run `entry`, which takes a text, on ranks of this machine, and return the exit code. `settings`: how to meet."""
+    settings = settings or Settings()
+    _set_threads(num_ranks)
+    # Otherwise restarted ranks use the store of the crashed ranks, and read outdated addresses in it.
+    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    # Torch's messages about broken connections follow every failure and are never its cause.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+
+    from . import loopback
+    from .agent import run_agent
+    from .rank import Task
+
+    if num_nodes(settings.nnodes)[1] == 1:
+        os.environ.update(loopback.interfaces(os.environ))
+    else:
+        status.show(f"waiting for the other machines at {settings.rdzv_endpoint}")
+    return run_agent(settings, num_ranks, Task(entry, text, str(logs), os.getpid()), status)
 
 
 def ranks_here(settings: Settings) -> int:

@@ -3,6 +3,7 @@
 import math
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,8 @@ from .data.samples import Batch, Samples
 from .metrics import Evaluations, Metrics, Progress, Row, StepRecords, memory_row
 from .models.build import Built
 from .models.export import export
-from .models.sample import Sampling, sample
+from .models.generation import Sampling
+from .models.generation import samples as generated_texts
 from .objectives import sums
 from .optimizers import learning_rate
 from .run_checkpoints import Saves
@@ -129,19 +131,17 @@ class Run:
     def _write_samples(self, step: int) -> None:
         """Answer the prompts of rank 0. Samples have their own random numbers, so the losses stay the same."""
         self.activity = "the samples of the evaluation"
-        tokenizer, rows = self.checked.tokenizer, []
-        for prompt in exchange(self.hosts, self.checked.prompts)[0]:
-            # As in `shardwise generate`: a question, if the tokenizer has a chat template.
-            text, stop_id = (prompt, None) if tokenizer.template is None else tokenizer.question(prompt)
-            rows.append({"step": step, "prompt": prompt, "text": self._generate(text, stop_id)})
-        self.metrics.log_samples(rows)
+        prompts = exchange(self.hosts, self.checked.prompts)[0]
+        # As in `shardwise generate`: a question, if the tokenizer has a chat template.
+        texts = self._generate(prompts, is_chat=self.checked.tokenizer.template is not None)
+        pairs = zip(prompts, texts, strict=True)
+        self.metrics.log_samples([{"step": step, "prompt": prompt, "text": text} for prompt, text in pairs])
         self.activity = ""
 
-    def _generate(self, prompt: str, stop_id: int | None = None) -> str:
+    def _generate(self, prompts: Sequence[str], is_chat: bool = False) -> list[str]:
         settings, checked = self.settings, self.checked
-        how, num_tokens = Sampling(seed=settings.seed), settings.sample_tokens
-        most = checked.seq_length
-        return sample(self.model, checked.tokenizer, prompt, num_tokens, how, max_seq=most, stop_id=stop_id)
+        how = Sampling(seed=settings.seed, max_new_tokens=settings.sample_tokens)
+        return generated_texts(self.model, checked.tokenizer, prompts, how, max_seq=checked.seq_length, is_chat=is_chat)
 
     @torch.no_grad()
     def _evaluation(self, step: int, samples: Samples) -> Row:
@@ -262,7 +262,7 @@ class Run:
             load(step_folder(self.folder / CHECKPOINTS, self.best_step), self.model, allow_rounding=True)
             self.progress.say(f"the best weights are loaded: {self.evaluations}")
         if settings.sample_tokens:
-            self.generated = self._generate(self.prompt)
+            [self.generated] = self._generate([self.prompt])
         if settings.export:
             export(self.model, self.built, settings, self.folder / EXPORT)
             self.exported = str(self.folder / EXPORT)

@@ -223,8 +223,10 @@ def test_what_a_template_refuses(bpe_folder: Callable[..., Path]) -> None:
 def test_a_question_is_asked_as_chats_are_trained(bpe_folder: Callable[..., Path]) -> None:
     messages = [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]
     for tokenizer in (BYTES, tokenizer_for(str(bpe_folder(CHATML)))):
-        text, stop_id = tokenizer.question("2 + 2?")
+        ids, stop_id = tokenizer.question(messages[:1])
         (asked, is_answer), (answer, _), *_ = tokenizer.render(messages)
-        assert (tokenizer.encode(text), is_answer) == (asked, False)
+        assert (ids, is_answer) == (asked, False)
         assert answer[len(tokenizer.encode("4"))] == stop_id
+        more, _ = tokenizer.question([*messages, messages[0]])
+        assert more == [token for ids, _ in tokenizer.render([*messages, *messages])[:3] for token in ids]
     assert stop_id != tokenizer.end_id

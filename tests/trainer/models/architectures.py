@@ -13,7 +13,7 @@ from shardwise.trainer.data.samples import Batch
 VOCAB = 300
 SEQ = 16
 
-_COMMON = {
+COMMON = {
     "vocab_size": VOCAB,
     "hidden_size": 16,
     "intermediate_size": 40,
@@ -31,25 +31,25 @@ _COMMON = {
 def _llama(**changes: Any) -> Any:
     from transformers import LlamaConfig
 
-    return LlamaConfig(**{**_COMMON, **changes})
+    return LlamaConfig(**{**COMMON, **changes})
 
 
 def _qwen3() -> Any:
     from transformers import Qwen3Config
 
-    return Qwen3Config(**_COMMON, head_dim=8, tie_word_embeddings=True)
+    return Qwen3Config(**COMMON, head_dim=8, tie_word_embeddings=True)
 
 
 def _gemma2() -> Any:
     from transformers import Gemma2Config
 
-    return Gemma2Config(**_COMMON, head_dim=8, query_pre_attn_scalar=8, sliding_window=6, final_logit_softcapping=5.0)
+    return Gemma2Config(**COMMON, head_dim=8, query_pre_attn_scalar=8, sliding_window=6, final_logit_softcapping=5.0)
 
 
 def _granite() -> Any:
     from transformers import GraniteConfig
 
-    return GraniteConfig(**_COMMON, logits_scaling=3.0)
+    return GraniteConfig(**COMMON, logits_scaling=3.0)
 
 
 def _gpt2() -> Any:
@@ -74,7 +74,7 @@ def _qwen3_moe() -> Any:
     from transformers import Qwen3MoeConfig
 
     return Qwen3MoeConfig(
-        **_COMMON, head_dim=8, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24, decoder_sparse_step=1
+        **COMMON, head_dim=8, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24, decoder_sparse_step=1
     )
 
 
@@ -82,7 +82,7 @@ def _deepseek_v3() -> Any:
     from transformers import DeepseekV3Config
 
     return DeepseekV3Config(
-        **{**_COMMON, "num_key_value_heads": 2}, n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=24,
+        **{**COMMON, "num_key_value_heads": 2}, n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=24,
         first_k_dense_replace=1, kv_lora_rank=8, q_lora_rank=8, qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=8,
         n_group=2, topk_group=1,
     )  # fmt: skip

@@ -104,15 +104,16 @@ class Tokenizer:
             return [span for span, index in zip(tagged, answers, strict=True) if trained[index]]
         return [_span(messages, index, whole, partial(self.template, tools=tools)) for index in chosen]
 
-    def question(self, prompt: str) -> tuple[str, int]:
-        """Return the text of a chat up to where the answer to `prompt` begins, and the token that ends the answer."""
+    def question(self, messages: Sequence[Message]) -> tuple[list[int], int]:
+        """Return the tokens of a chat up to where the next answer begins, and the token that ends the answer."""
         if self.template is None:
-            return f"user:\n{prompt}\n\n{ANSWERING}:\n", self.end_id
-        messages: list[Message] = [{"role": "user", "content": prompt}]
-        answered = self.template([*messages, {"role": ANSWERING, "content": ANY_ANSWER}], False)
-        first = self.encode(answered.rpartition(ANY_ANSWER)[2])[:1]
+            answered = self.render([*messages, {"role": ANSWERING, "content": ""}])
+            return [token for ids, _ in answered[:-1] for token in ids], self.end_id
+        answer = self.template([*messages, {"role": ANSWERING, "content": ANY_ANSWER}], False)
+        first = self.encode(answer.rpartition(ANY_ANSWER)[2])[:1]
         # A template may end an answer with a token other than end_id. It counts only if special: it decodes to "".
-        return self.template(messages, True), first[0] if first and not self.decode(first) else self.end_id
+        ends = first[0] if first and not self.decode(first) else self.end_id
+        return self.encode(self.template(messages, True)), ends
 
 
 def tokenizer_for(name: str, chat_template: str | None = None) -> Tokenizer:

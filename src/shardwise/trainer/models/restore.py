@@ -12,6 +12,7 @@ import dataclasses
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...api.casts import fp32_patterns
 from ...api.full_weights import load_full_state_dict
 from ...api.sharding import shard
 from ...base.documents import read_object, read_text
@@ -26,35 +28,70 @@ from ...base.dtypes import dtype_of
 from ...base.errors import CheckpointError, ConfigurationError, import_library
 from ...checkpoint.folder import find
 from ...checkpoint.index import Saved
-from ...checkpoint.loading import load
 from ...checkpoint.opened import Reader, open_checkpoint
 from ...checkpoint.tensor_files import Source
 from ...checkpoint.writer import MAX_FILE_BYTES, NOTE, converted, stored_source
-from ...core.layout import Strategy
-from ...core.mesh import device, init
+from ...core.mesh import device
+from ...core.precision import precision_of
+from ...core.schedule.model import matches
 from ..data.tokenizer import Tokenizer, tokenizer_for
 from ..metrics import best_or_newest
 from ..run_folder import CONFIG, EXPORT
 from ..settings import Settings, settings_from_json
 from .build import Built, build
 from .export import BASE, Content
-from .facts import ADAPTER_CONFIG, check, find_model, tokenizer_in
+from .facts import ADAPTER_CONFIG, ModelFacts, check, find_model, tokenizer_in
 from .lora import is_adapter, with_stored
-from .weights import COMPUTED, names_of
+from .weights import COMPUTED, LazyWeights, names_of
 
 _HOST = torch.device("cpu")
 
 
-def restore(path: Path, strategy: Strategy, tokenizer: str | None = None) -> tuple[nn.Module, Tokenizer, int]:
-    """Load a model. Return it, its tokenizer and its maximum sequence length.
+@dataclass(frozen=True, slots=True)
+class Restorable:
+    """A model in a folder, found and checked, with its tokenizer. Its weights are read by `load`."""
 
-    The strategy does not matter on a single rank. `tokenizer` replaces that of the model.
-    """
-    place = find_restorable(path)
-    init()
-    is_checkpoint = find(place) is not None
-    settings, adapters = Settings(model=str(place), tokenizer=tokenizer), None
-    if is_checkpoint:
+    place: Path
+    settings: Settings
+    facts: ModelFacts
+    tokenizer: Tokenizer
+    adapters: Any  # peft's configuration; None unless the folder is an adapter
+
+    @property
+    def stop_ids(self) -> frozenset[int]:
+        """The tokens that end a text: that of the tokenizer, and those in generation_config.json."""
+        file = self.facts.folder and self.facts.folder / "generation_config.json"
+        given = read_object(file).get("eos_token_id") if file and file.is_file() else None
+        return frozenset([self.tokenizer.end_id, *(given if isinstance(given, list) else [given])]) - {None}
+
+    def load(self, precision: str | None = None, *, is_trained: bool = False, **words: Any) -> nn.Module:
+        """Build the model, shard it as `words` say (the keywords of `sw.shard`), and read its weights.
+
+        Unless it `is_trained`, no weight needs a gradient, and there is one copy of each, in the compute dtype.
+        """
+        precision = precision or ("bf16" if device().type == "cuda" else "fp32")
+        built = build(self.settings, self.tokenizer.vocab_size, device(), self.adapters, self.facts)
+        with ExitStack() as stack:
+            weights: Mapping[str, Tensor] | None = built.weights
+            if self.adapters is not None:
+                weights = with_stored(built.model, built.weights, self.place)
+            elif find(self.place) is not None:
+                opened = open_checkpoint(self.place)
+                reader = stack.enter_context(opened.reader())
+                sources = _stored_sources(built, opened.index.tensors, reader, "keep", self.place)
+                weights = LazyWeights({source.name: source.read for source in sources})
+            if not is_trained:
+                _freeze(built.model, precision)
+            shard(built.model, None, precision=precision, seed=self.settings.seed, **words)
+            load_full_state_dict(built.model, weights)
+        return built.model
+
+
+def find_model_in(path: Path, tokenizer: str | None = None) -> Restorable:
+    """Find the model of a folder, and check all that needs no weights. `tokenizer` replaces that of the model."""
+    place, adapters = find_restorable(path), None
+    settings = Settings(model=str(place), tokenizer=tokenizer)
+    if find(place) is not None:
         saved = settings_of(place, open_checkpoint(place).index.extra)
         if saved is None:
             raise ConfigurationError(
@@ -66,21 +103,19 @@ def restore(path: Path, strategy: Strategy, tokenizer: str | None = None) -> tup
         base, own_tokenizer, adapters = _adapter_config(place)
         settings = Settings(model=base, tokenizer=tokenizer or own_tokenizer)
     facts = check(settings)
-    loaded = tokenizer_for(facts.tokenizer, facts.chat_template)
-    built = build(settings, loaded.vocab_size, device(), adapters, facts)
-    precision = "bf16" if device().type == "cuda" else "fp32"
-    if is_checkpoint:
-        # The dtype of master weights must match the checkpoint; the compute dtype need not.
-        precision = "pure-bf16" if settings.precision == "pure-bf16" else precision
-        shard(built.model, None, strategy, precision=precision, seed=settings.seed)
-        load(place, built.model)
-    else:
-        # Without training there are no master weights, and the weights keep the dtype of their files.
-        weights: Any = built.weights if adapters is None else with_stored(built.model, built.weights, place)
-        built.model.requires_grad_(False)
-        shard(built.model, None, strategy, precision=precision, seed=0)
-        load_full_state_dict(built.model, weights)
-    return built.model, loaded, built.facts.max_seq
+    return Restorable(place, settings, facts, tokenizer_for(facts.tokenizer, facts.chat_template), adapters)
+
+
+def _freeze(model: nn.Module, precision: str) -> None:
+    """Give every weight, still on the meta device, the dtype in which it is computed with, and no gradient."""
+    chosen = precision_of(precision, None)
+    in_fp32 = fp32_patterns(model, chosen)
+    for path, module in model.named_modules():
+        dtype = torch.float32 if matches(path, in_fp32) else chosen.compute.torch
+        for param in module.parameters(recurse=False):
+            param.requires_grad_(False)
+            if param.is_floating_point():
+                param.data = param.data.to(dtype)
 
 
 def find_restorable(path: Path) -> Path:
