@@ -279,7 +279,7 @@ def test_a_services_variables_are_not_ours() -> None:
         ("shape: [8]", "shape: a list (file {file} line 1) is not a mapping"),
         ("lora: {r: many}", "lora.r: 'many' (file {file} line 1) is not a whole number"),
         ("lora: {r: 0}", "lora.r: 0 must be at least 1 (file {file} line 1)"),
-        ("lora: {rank: 8}", "unknown lora key 'rank' (file {file} line 1); known: alpha, dropout, r, targets"),
+        ("lora: {rank: 8}", "unknown lora key 'rank' (file {file} line 1); known: alpha, dora, dropout"),
         ("lora: r=8,v_proj", "lora: 'v_proj' (file {file} line 1) is no key=value; write r=16,"),
         ("strategy: zero4", "unknown strategy 'zero4'; did you mean 'zero3'?"),
         ("strategy: {'*': zero4}", "unknown strategy 'zero4'; did you mean 'zero3'?"),
