@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+from benchmarks.planner_seen import EMULATED
 from shardwise.bench.case import SHAPES, Case, Shape, case_from_json
 from shardwise.bench.launch import launch
 from shardwise.planner.assess import Assessment, Assessor, Machine
@@ -27,7 +28,7 @@ from shardwise.planner.cost.deepspeed import Zero, deepspeed_memory_of
 from shardwise.planner.cost.fsdp import WRAPPINGS, fsdp_memory_of
 from shardwise.planner.cost.peak import WORKSPACE_BYTES, Memory
 from shardwise.planner.hardware.cluster import make_cluster
-from shardwise.planner.hardware.gpus import EMULATED, efficiency_of
+from shardwise.planner.hardware.gpus import efficiency_of
 from shardwise.planner.hardware.links import parse
 from shardwise.planner.search import assess_named
 from shardwise.planner.shapes.shape import ModelShape

@@ -22,6 +22,7 @@ from shardwise.base.errors import ConfigurationError, StateError
 from shardwise.bench import fabric
 from shardwise.core.layout import PRESETS
 from shardwise.planner.hardware.links import Fabric, Link, Transfer, plan_transfer
+from tests.support.links import alone_s
 
 # torch 2.13 renamed the flat collectives; 2.11 has only the older names.
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -104,8 +105,8 @@ def test_a_transfer_takes_as_long_as_planned(start: Callable[..., None], ranks: 
         return time.perf_counter() - begin_s
 
     times = [seen_s() for _ in range(5)]
-    assert min(times) >= planned(ranks).alone_s
-    assert min(times) < 1.5 * planned(ranks).alone_s
+    assert min(times) >= alone_s(planned(ranks))
+    assert min(times) < 1.5 * alone_s(planned(ranks))
 
 
 def test_operations_of_a_group_queue(start: Callable[..., None], clock: SimpleNamespace) -> None:
@@ -113,7 +114,7 @@ def test_operations_of_a_group_queue(start: Callable[..., None], clock: SimpleNa
     start(SLOW)
     group = dist.new_group(NODE)
     for count in range(1, 5):
-        assert gather(group).done_s == pytest.approx(clock.now_s + count * planned(NODE).alone_s, abs=1e-9)
+        assert gather(group).done_s == pytest.approx(clock.now_s + count * alone_s(planned(NODE)), abs=1e-9)
 
 
 def test_groups_that_share_a_wire_add_up(start: Callable[..., None], clock: SimpleNamespace) -> None:
@@ -129,7 +130,7 @@ def test_groups_that_share_a_wire_add_up(start: Callable[..., None], clock: Simp
 def test_groups_on_different_wires_do_not_meet(start: Callable[..., None], clock: SimpleNamespace) -> None:
     start(SLOW)
     for ranks in (NODE, REPLICATE):
-        assert gather(dist.new_group(ranks)).done_s == pytest.approx(clock.now_s + planned(ranks).alone_s, abs=1e-9)
+        assert gather(dist.new_group(ranks)).done_s == pytest.approx(clock.now_s + alone_s(planned(ranks)), abs=1e-9)
 
 
 def test_the_world_waits_for_either_wire(start: Callable[..., None], clock: SimpleNamespace) -> None:
@@ -149,7 +150,7 @@ def test_idle_time_is_no_credit(start: Callable[..., None], clock: SimpleNamespa
     group = dist.new_group(NODE)
     gather(group)
     clock.now_s += 10.0
-    assert gather(group).done_s == pytest.approx(clock.now_s + planned(NODE).alone_s, abs=1e-9)
+    assert gather(group).done_s == pytest.approx(clock.now_s + alone_s(planned(NODE)), abs=1e-9)
 
 
 def test_one_after_the_other_and_side_by_side(start: Callable[..., None]) -> None:
@@ -166,7 +167,7 @@ def test_one_after_the_other_and_side_by_side(start: Callable[..., None]) -> Non
 
         return min(once() for _ in range(5))
 
-    long_s, short_s = planned(NODE, 4 * BUFFER).alone_s, planned(REPLICATE).alone_s
+    long_s, short_s = alone_s(planned(NODE, 4 * BUFFER)), alone_s(planned(REPLICATE))
     assert seen_s((one, 4 * BUFFER), (other, 4 * BUFFER)) >= 2 * long_s - 1e-3
     side_by_side_s = seen_s((one, 4 * BUFFER), (between, BUFFER))
     assert long_s <= side_by_side_s < long_s + short_s
@@ -176,7 +177,7 @@ def test_futures_come_when_the_transfer_is_over(start: Callable[..., None]) -> N
     start(SLOW)
     begin_s = time.perf_counter()
     gather(dist.new_group(NODE)).get_future().wait()
-    assert time.perf_counter() - begin_s >= planned(NODE).alone_s
+    assert time.perf_counter() - begin_s >= alone_s(planned(NODE))
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -205,7 +206,7 @@ def test_coalesced_gathers_are_one_transfer(start: Callable[..., None], clock: S
     wholes, shards = [torch.zeros(BUFFER, dtype=torch.uint8) for _ in range(2)], [torch.ones(BUFFER // 4).byte()] * 2
     work = group.all_gather_single_coalesced(wholes, shards)
     assert all((whole == 1).all() for whole in wholes)
-    assert work.done_s == pytest.approx(clock.now_s + planned(NODE, 2 * BUFFER).alone_s, abs=1e-9)
+    assert work.done_s == pytest.approx(clock.now_s + alone_s(planned(NODE, 2 * BUFFER)), abs=1e-9)
 
 
 def test_a_reduce_scatter_keeps_the_own_slice(start: Callable[..., None]) -> None:

@@ -15,6 +15,7 @@ from torch import Tensor
 from shardwise.base.errors import ConfigurationError
 from shardwise.bench import fabric
 from shardwise.planner.hardware.links import Fabric, Link, plan_transfer
+from tests.support.links import alone_s
 
 pytestmark = pytest.mark.gpu
 
@@ -55,7 +56,7 @@ class Gather:
         return all_gather(self.whole, self.shard, group=self.group, async_op=True)
 
     def alone_s(self, of: Fabric = FABRIC) -> float:
-        return plan_transfer(of, "all_gather", self.whole.nbytes, self.ranks, 0).alone_s
+        return alone_s(plan_transfer(of, "all_gather", self.whole.nbytes, self.ranks, 0))
 
 
 def start_and_wait(*gathers: Gather) -> None:
@@ -151,7 +152,7 @@ def test_other_operations_take_as_long_as_planned(start: Callable[..., None]) ->
     }
     for kind, operation in operations.items():
         operation()
-        planned_s = plan_transfer(FABRIC, kind, NUM_BYTES, NODE, 0).alone_s
+        planned_s = alone_s(plan_transfer(FABRIC, kind, NUM_BYTES, NODE, 0))
         assert seen_s(operation) == pytest.approx(planned_s, rel=TOLERANCE), kind
 
 

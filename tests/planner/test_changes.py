@@ -16,9 +16,9 @@ from shardwise.planner.planning import Plan, machine_of
 from shardwise.planner.search import has_room, label_of, strategy_of
 from shardwise.planner.training import Training
 from shardwise.report.plan_facts import Plan as Facts
-from shardwise.report.table import table
 from tests.planner.conftest import Answer
 from tests.planner.planning import GB, MANY, SHAPE, assessed, assessor, machine
+from tests.support.tables import table
 
 ORDER = ["same", "batch", "nodes", "numbers", "less"]
 # Offloaded, tight, slow as asked, nothing at all, long sequences, a batch of all GPUs, another engine.

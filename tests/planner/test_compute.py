@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from benchmarks.planner_seen import EMULATED
 from shardwise.base.errors import ConfigurationError
 from shardwise.core.layout import layouts_for
 from shardwise.core.schedule.flat import flats_of
@@ -19,7 +20,7 @@ from shardwise.planner.cost.compute import (
 from shardwise.planner.cost.step_time import step_time
 from shardwise.planner.events import step_events
 from shardwise.planner.hardware.cluster import Cluster, make_cluster
-from shardwise.planner.hardware.gpus import EMULATED, GPUS, REAL, Efficiency, Overheads, efficiency_of, gpu_named
+from shardwise.planner.hardware.gpus import GPUS, REAL, Efficiency, Overheads, efficiency_of, gpu_named
 from shardwise.planner.hardware.links import Link
 from shardwise.planner.shapes.names import shape_named
 from shardwise.planner.shapes.shape import ModelShape, units_of

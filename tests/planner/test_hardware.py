@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from shardwise.base.errors import ConfigurationError
-from shardwise.planner.hardware.cluster import NETWORKS, bytes_of, make_cluster, parse_gpus
+from shardwise.planner.hardware.cluster import NETWORKS, bytes_of, make_cluster
 from shardwise.planner.hardware.gpus import GIB, GPUS, gpu_of_device
 from shardwise.planner.hardware.links import Link
 
@@ -40,7 +40,8 @@ from shardwise.planner.hardware.links import Link
     ],
 )
 def test_gpus_from_words(text: str, count: int, name: str) -> None:
-    assert parse_gpus(text) == (count, GPUS[name])
+    cluster = make_cluster(text, 1)
+    assert (cluster.node_size, cluster.gpu) == (count, GPUS[name])
 
 
 @pytest.mark.parametrize(
@@ -59,15 +60,15 @@ def test_gpus_from_words(text: str, count: int, name: str) -> None:
 )
 def test_gpus_that_are_none(text: str, why: str) -> None:
     with pytest.raises(ConfigurationError) as seen:
-        parse_gpus(text)
+        make_cluster(text)
     assert why in str(seen.value)
     assert "\n" not in str(seen.value)
 
 
 def test_every_gpu_is_found_by_its_own_name_and_makes_a_cluster() -> None:
     for name, gpu in GPUS.items():
-        assert parse_gpus(f"2x{name}") == (2, gpu)
         cluster = make_cluster(f"2x{name}", 2)
+        assert (cluster.node_size, cluster.gpu) == (2, gpu)
         assert cluster.network in NETWORKS
         assert cluster.inter.gigabytes_per_s > 0
         assert gpu.context_bytes < gpu.memory_bytes

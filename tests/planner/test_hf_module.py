@@ -15,8 +15,8 @@ from shardwise.planner.planning import Plan
 from shardwise.planner.shapes.hf_config import shape_of_config, why_no_shape
 from shardwise.planner.states import States
 from shardwise.report.page import render
-from shardwise.report.table import table
 from tests.cli.asking import Asker
+from tests.support.tables import table
 
 transformers = pytest.importorskip("transformers")
 

@@ -11,6 +11,7 @@ from shardwise.base.errors import ConfigurationError
 from shardwise.bench.measure import count_calls
 from shardwise.core.wire.ledger import Call, Kind
 from shardwise.planner.hardware.links import INTER, INTRA, Fabric, Link, Transfer, Wire, parse, plan_transfer
+from tests.support.links import alone_s
 
 WORLD = list(range(8))
 NODE = [0, 1, 2, 3]
@@ -139,8 +140,8 @@ def test_latency_is_per_kind_of_wire_and_pass() -> None:
 
 
 def test_alone_the_slower_wire_decides() -> None:
-    assert plan_transfer(EXACT, "all_gather", BYTES, [0, 1, 4, 5], 0).alone_s == 12.0 + 24e-6
-    assert plan_transfer(EXACT, "all_gather", BYTES, NODE, 0).alone_s == 6.0 + 8e-6
+    assert alone_s(plan_transfer(EXACT, "all_gather", BYTES, [0, 1, 4, 5], 0)) == 12.0 + 24e-6
+    assert alone_s(plan_transfer(EXACT, "all_gather", BYTES, NODE, 0)) == 6.0 + 8e-6
 
 
 def test_one_rank_moves_nothing() -> None:
@@ -165,7 +166,7 @@ def test_bytes_are_those_of_the_ledger(kind: Kind, ranks: list[int]) -> None:
 def test_defaults_are_near_published_rings(kind: Kind, num_gpus: int, published: float) -> None:
     """nccl-tests' bus bandwidth of 16 GiB on 8 x H200 without NVLS."""
     num_bytes = 16 * 2**30
-    seconds = plan_transfer(Fabric(1, num_gpus), kind, num_bytes, range(num_gpus), 0).alone_s
+    seconds = alone_s(plan_transfer(Fabric(1, num_gpus), kind, num_bytes, range(num_gpus), 0))
     passes = 2 if kind == "all_reduce" else 1
     bus_bandwidth = passes * num_bytes * (num_gpus - 1) / num_gpus / seconds / 1e9
     assert bus_bandwidth == pytest.approx(published, rel=0.025)
@@ -173,7 +174,7 @@ def test_defaults_are_near_published_rings(kind: Kind, num_gpus: int, published:
 
 def test_default_latency_is_near_a_published_one() -> None:
     """32 KiB all-reduced over 4 nodes of 8 GPUs: 0.48 GB/s of buffer, which is 68 us."""
-    seconds = plan_transfer(Fabric(4, 8), "all_reduce", 32 * 2**10, range(32), 0).alone_s
+    seconds = alone_s(plan_transfer(Fabric(4, 8), "all_reduce", 32 * 2**10, range(32), 0))
     assert seconds * 1e6 == pytest.approx(68, rel=0.1)
 
 

@@ -16,9 +16,9 @@ from shardwise.planner.search import HOST_GAIN, MODES, TIE, Choice, choices, has
 from shardwise.planner.shapes.shape import ModelShape, StatesOnly
 from shardwise.planner.subject import subject_of
 from shardwise.planner.training import Training
-from shardwise.report.table import table
 from tests.cli.asking import Asker
 from tests.planner.planning import GB, MANY, assessed, choice_of, machine
+from tests.support.tables import table
 
 GIB = 1 << 30
 # 20 blocks of 202.4M parameters.

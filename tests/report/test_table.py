@@ -7,10 +7,10 @@ import sys
 
 import pytest
 
-from shardwise.report.offers import noted
 from shardwise.report.plan_facts import Plan
-from shardwise.report.table import explain, show, table
+from shardwise.report.table import explain, noted, show
 from tests.report.sample import plan
+from tests.support.tables import table
 
 
 def test_the_first_line_says_what_to_take_and_why() -> None:

@@ -262,8 +262,7 @@ def one_process(case: Case) -> Case:
 
 def refuse_faster(fabric: Fabric, most: float = MAX_GIGABYTES_PER_S) -> None:
     """Refuse links whose data would come faster than a collective can write it on the device that emulates them."""
-    links = {"intra": (fabric.intra, fabric.node_size), "inter": (fabric.inter, fabric.num_nodes)}
-    for wire, (link, num_ranks) in links.items():
+    for wire, link, num_ranks in (("intra", fabric.intra, fabric.node_size), ("inter", fabric.inter, fabric.num_nodes)):
         if num_ranks > 1 and link.gigabytes_per_s > most:
             raise ConfigurationError(
                 f"fabric: {wire}={link.gigabytes_per_s:g}GB/s cannot be emulated: the {MAX_BLOCKS} thread blocks of a "

@@ -74,8 +74,8 @@ def plan(
     from ..planner.plan_json import plan_as_json
     from ..planner.planning import plan as make_plan
     from ..planner.states import States
-    from ..report.offers import noted
-    from ..report.offers import show as show_offers
+    from ..report.table import explain as explained
+    from ..report.table import show
 
     num_tokens, prices = None if tokens is None else _num_tokens(tokens), None if price is None else _prices(price)
     if prices is not None and num_tokens is None:
@@ -123,19 +123,10 @@ def plan(
         offers.add_costs(answer, offers.price_for(machine.cluster.gpu, prices))
     if as_json:
         print(json.dumps(answer, indent=1, allow_nan=False))
-    elif flags:
-        show_offers(answer)
     else:
-        from ..report.table import explain as explained
-        from ..report.table import show
-
         show(answer)
-        width = terminal_width()
-        for line in noted(answer["notes"], width):
-            print(line)
         if explain:
-            print()
-            print(explained(answer, width))
+            print(f"\n{explained(answer, terminal_width())}")
     if html is not None:
         from ..report.page import render
 

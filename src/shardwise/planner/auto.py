@@ -163,13 +163,12 @@ def host_bytes_here() -> int:
 
 def shares_here(num_ranks: int, disk_path: Path | None) -> tuple[int, int]:
     """Free bytes of host and disk for each of the ranks of this machine."""
-    on_disk = 0 if disk_path is None else free_bytes_on(disk_path)
-    return host_bytes_here() // num_ranks, on_disk // num_ranks
+    return host_bytes_here() // num_ranks, free_bytes_on(disk_path) // num_ranks
 
 
-def free_bytes_on(folder: Path) -> int:
+def free_bytes_on(folder: Path | None) -> int:
     """Free bytes of the disk that holds `folder`; 0 if there is no such folder."""
-    if not folder.is_dir():
+    if folder is None or not folder.is_dir():
         return 0
     seen = os.statvfs(folder)
     return seen.f_bavail * seen.f_frsize if seen.f_blocks else UNKNOWN_FREE_BYTES

@@ -154,9 +154,8 @@ def plan(
     subject = _subject(found, is_named, training)
     if isinstance(subject, StatesOnly):
         unused = [] if global_batch is None else ["global_batch"]
-        usual = Training(seq=training.seq) if isinstance(found, Built) else Training()
-        free = [name for name in known if name not in STATE_FIELDS]
-        unused += [name for name in free if getattr(training, name) != getattr(usual, name)]
+        base = Training(seq=training.seq) if isinstance(found, Built) else Training()
+        unused += [key for key in known if key not in STATE_FIELDS and getattr(training, key) != getattr(base, key)]
         if unused:
             raise ConfigurationError(
                 f"{subject.name}: {', '.join(unused)} need a real shape; of the states alone precision, optimizer, "

@@ -1,4 +1,4 @@
-"""A plan for a terminal: one table that is read in five seconds, and where its numbers come from.
+"""A plan, or clusters compared, for a terminal: one table that is read in five seconds, and its sources.
 
 The first line names the recommended strategy and the reason. The text is plain ASCII, so that it looks the same in a
 log file; on a terminal the recommended line is bold and strategies that do not fit are dim.
@@ -9,8 +9,8 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from ..base.text import count, seconds
-from .plan_facts import Json, Plan, Strategy, decimal, gigabytes, mapping, number, percent, text_of, whole
+from ..base.text import count, seconds, terminal_width
+from .plan_facts import Json, Plan, Strategy, decimal, gigabytes, mapping, number, percent, rows, text_of, whole
 
 WIDTH = 100  # maximum width of sentences
 NARROWEST = 40
@@ -24,6 +24,8 @@ LEFT = ("cluster", "strategy", "with", "fits", "of ")  # columns that are aligne
 # host and disk are the first ones, unless the recommended strategy needs them.
 OFFLOADED = ("disk GB", "host GB")
 LEAST = ("GB in node", "between", INTERVALS, "of ", "free", "MFU", "days", "unclipped", "tok/s/", "with")
+LEAST_OF_CLUSTERS = ("tok/step", "with", "MFU", "tok/s/GPU", "GPU-hours", "fits", "tok/s")
+OF_CLUSTERS = ("cluster", "strategy", "GB per GPU", "days", "dollars", *LEAST_OF_CLUSTERS)
 COSTS = ("GPU-hours", "dollars")  # those of the recommended strategy are in the first line
 
 
@@ -32,21 +34,42 @@ class Line(NamedTuple):
     style: str = ""
 
 
-def table(plan: Json, width: int = PLAIN) -> str:
-    return "\n".join(line.text for line in _lines(Plan(plan), width))
-
-
 def show(plan: Json) -> None:
-    """Print the table: with styles on a terminal, plain elsewhere."""
+    """Print the table of a plan, or of clusters compared: with styles on a terminal, plain elsewhere."""
     from rich.console import Console
     from rich.text import Text
 
-    console = Console(highlight=False)
-    for line in _lines(Plan(plan), shutil.get_terminal_size((PLAIN, 0)).columns):
+    console, width = Console(highlight=False), shutil.get_terminal_size((PLAIN, 0)).columns
+    lines = list(lines_of(Plan(plan), width)) if "strategies" in plan else [Line(offers_table(plan, width))]
+    for line in [*lines, *map(Line, noted(plan.get("notes", []), terminal_width()))]:
         if console.is_terminal:
             console.print(Text(line.text, style=line.style), soft_wrap=True)
         else:
             print(line.text)
+
+
+def offers_table(answer: Json, width: int = PLAIN) -> str:
+    """Clusters compared: one row for each, reasons and notes below."""
+    found = [Strategy(row, Plan(row)) for row in rows(answer["clusters"])]
+    fitting, names = [s for s in found if s.fits], {s: text_of(s.row["cluster"]["name"]) for s in found}
+    best = None if answer["recommended"] is None else found[answer["recommended"]]
+    words = "; ".join(filter(None, [best.costs, answer["why"]])) if best else answer["why"]
+    plan, wide = Plan(answer), min(width, WIDTH)
+    lines = [*_wrapped(f"Take {names[best]}: {words}" if best else f"Nothing to take: {words}", "", wide), ""]
+    lines += [*_wrapped("; ".join(filter(None, [plan.model_words, plan.training_words])), "  ", wide), ""]
+    if fitting:
+        columns = {title: cells for title, cells in columns_of(fitting).items() if title in OF_CLUSTERS}
+        lines += laid_out(columns, width, LEAST_OF_CLUSTERS, None if best is None else fitting.index(best))
+    for strategy in found:
+        why = text_of(strategy.row.get("why_not"))
+        lines += [] if strategy.fits else _wrapped(why, f"  {names[strategy]}: ", wide, 4)
+    return "\n".join(lines)
+
+
+def noted(notes: list[str], width: int = WIDTH) -> list[str]:
+    """Return lines with notes, after an empty line."""
+    lines = [line for note in notes for line in _wrapped(text_of(note), "  note: ", min(width, WIDTH), 4)]
+    return ["", *lines] if lines else []
 
 
 def explain(plan: Json, width: int = WIDTH) -> str:
@@ -64,7 +87,7 @@ def explain(plan: Json, width: int = WIDTH) -> str:
     return "\n".join(lines)
 
 
-def _lines(plan: Plan, width: int) -> Iterator[Line]:
+def lines_of(plan: Plan, width: int) -> Iterator[Line]:
     wide = max(min(width, WIDTH), NARROWEST)
     yield from (Line(text, "bold") for text in _wrapped(plan.verdict, "", wide))
     conditions = [plan.model_words, plan.cluster_words, plan.machine_words, plan.training_words]

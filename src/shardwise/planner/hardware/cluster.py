@@ -115,13 +115,8 @@ def usual_node(gpu_name: str) -> int:
     return int(DATA["GPUs of a node"].get(gpu_name, 8))
 
 
-def parse_gpus(text: str) -> tuple[int, Gpu]:
-    """Parse number and model of a node's GPUs: `8xH100-80GB`, `4 x A100-80GB`; `h100` is one GPU."""
-    count, name = _counted(text)
-    return count, gpu_named(name)
-
-
 def _counted(text: str) -> tuple[int, str]:
+    """Parse number and name of a node's GPUs: `8xH100-80GB`, `4 x A100-80GB`; `h100` is one GPU."""
     words = str(text).strip()
     if not words:
         raise ConfigurationError(f"GPUs: {text!r} names no GPU; write {EXAMPLE}")
@@ -155,7 +150,8 @@ def make_cluster(
         gpus, usual, host = instance or (name, None, None)
         nodes = count if nodes is None else nodes
         network, host_memory = network or usual, host_memory or host
-    node_size, gpu = parse_gpus(gpus)
+    node_size, name = _counted(gpus)
+    gpu = gpu_named(name)
     most = usual_node(gpu.name)
     if nodes is None and node_size > most:
         if node_size % most:

@@ -116,9 +116,6 @@ class Overheads:
 
 # No overheads, except for codecs.
 IDEAL = Overheads()
-# Our H200 under the emulated fabric, which does not slow the computation. Its host is a virtual machine that queues
-# work slowly. Medians over the steps that the host limits; these times differ by a quarter from run to run.
-EMULATED = Overheads(launch_s=38e-6, event_s=180e-6)
 # `contention` and `hop_us` are fitted to llm-foundry's data. A ring at 190 GB/s takes 7 % of the multiprocessors of an
 # A100 and 23 % of its memory bandwidth: computation next to it loses 57 %. At 10 GB/s it loses 3 %. Host times: a guess
 # for a fast host.

@@ -87,11 +87,6 @@ class Transfer:
     occupied_s: dict[Wire, float]
     latency_s: float
 
-    @property
-    def alone_s(self) -> float:
-        """Duration when nothing else is on the wires."""
-        return max(self.occupied_s.values()) + self.latency_s
-
 
 def plan_transfer(fabric: Fabric, kind: Kind, num_bytes: int, ranks: Sequence[int], rank: int) -> Transfer:
     """The load of an operation over `ranks` on the wires of `rank`. `num_bytes` is the size of the whole buffer."""
