@@ -56,10 +56,10 @@ def test_a_file(name: str) -> None:
 
 def test_what_is_refused_is_one_error_with_all_of_it() -> None:
     with pytest.raises(ConfigurationError) as caught:
-        from_deepspeed(FOLDER / "examples_language_disk.json")
+        from_deepspeed(FOLDER / "examples_lamb_sparse_attention.json")
     told = str(caught.value)
-    assert "did you mean 'stage3_param_persistence_threshold'?" in told
-    assert "fp16.loss_scale 512: the loss scale is dynamic here" in told
+    assert "optimizer.type Lamb: the trainer has adamw, sgd" in told
+    assert "sparse_attention" in told
 
 
 def test_keywords_of_shard(tmp_path: Path) -> None:
@@ -145,11 +145,6 @@ def test_strategies(written: dict[str, Any], strategy: str) -> None:
 @pytest.mark.parametrize(
     ("key", "written", "sentence"),
     [
-        (
-            "offload_param.device",
-            {"stage": 3, "offload_param": HOST},
-            "move the optimizer first: add offload_optimizer",
-        ),
         ("offload_optimizer.device", {"stage": 0, "offload_optimizer": HOST}, "in stages 1 to 3 only"),
         ("offload_optimizer.device", {"stage": 3, "offload_optimizer": {"device": "nvme"}}, "needs nvme_path"),
         ("offload_optimizer.device", {"stage": 3, "offload_optimizer": {"device": "gpu"}}, "known: cpu, none, nvme"),
@@ -282,7 +277,6 @@ def test_steps_that_deepspeed_leaves_out(stage: int, written: dict[str, Any], sk
     ("key", "written", "sentence"),
     [
         ("fp16.enabled", {"fp16": ON, "bf16": ON}, "a model computes in one of them"),
-        ("fp16.loss_scale", {"fp16": {**ON, "loss_scale": 128}}, "write 0"),
         (
             "fp16.fp16_master_weights_and_grads",
             {"fp16": {**ON, "fp16_master_weights_and_grads": 1}},
@@ -421,7 +415,6 @@ def test_a_warm_up_from_nowhere() -> None:
 @pytest.mark.parametrize(
     ("key", "written"),
     [
-        ("comet.enabled", {"comet": {"enabled": True, "project": "x"}}),
         ("gradient_allreduce_op", {"gradient_allreduce_op": "sum"}),
         ("sequence_parallel_size", {"sequence_parallel_size": 2}),
         ("compile.deepcompile", {"compile": {"deepcompile": True, "passes": ["z3"]}}),
@@ -446,13 +439,52 @@ def test_what_is_off_is_off() -> None:
         elasticity={"enabled": False},
         sparse_gradients=False,
         hybrid_engine={"enabled": False},
-        comet={"enabled": False},
         tensor_parallel={"autotp_size": 1},
         compile={"deepcompile": False, "passes": ["z3"]},
         sequence_parallel_size=1,
         datastates_ckpt=False,
     )
     assert not found.refused
+
+
+def test_forms_that_people_write_and_that_change_nothing() -> None:
+    """Keys that DeepSpeed's blocks drop (auto), that it has no use for, or that only change which steps are skipped."""
+    found = of(
+        fp16={**ON, "loss_scale": 1024, "auto_cast": True},
+        bf16={"enabled": False, "auto_cast": False, "loss_scale": 0, "hysteresis": 2, "min_loss_scale": 1},
+        zero_optimization={
+            "stage": 3, "sub_group_size": "auto", "overlap_comm": "auto", "stage3_max_live_parameters": "auto",
+            "offload_param": {"device": "nvme", "nvme_path": "/scratch"},
+        },
+        comet={"enabled": True, "project": "x"}, logging={"level": "info"}, enable_cuda_graph=False,
+    )  # fmt: skip
+    assert not found.refused
+    assert found.strategy == "zero3"
+    assert found.precision == "fp16"
+    assert "offload" not in found.settings
+    assert "no 16-bit shard" in rows(found)["zero_optimization.offload_param.device"].text
+
+
+@pytest.mark.parametrize(
+    ("name", "ours"), [("FusedAdam", "adamw"), ("DeepSpeedCPUAdam", "adamw"), ("cpuadam", "adamw")]
+)
+def test_classes_of_deepspeed_are_the_optimizer_that_they_compute(name: str, ours: str) -> None:
+    found = of(optimizer={"type": name, "params": {"lr": 1e-4, "weight_decay": 0.1, "bias_correction": True}})
+    assert not found.refused
+    assert (found.settings["optimizer"], found.settings["weight_decay"]) == (ours, 0.1)
+    assert refusal(of(optimizer={"type": "OneBitAdam", "params": {"lr": 1e-4}}), "optimizer.type")
+
+
+def test_a_warm_up_of_nothing_is_deepspeeds_shortest() -> None:
+    found = of(scheduler={"type": "WarmupLR", "params": {"warmup_num_steps": 0, "warmup_max_lr": 1e-3}})
+    assert not found.refused
+    assert found.settings["warmup_steps"] == 2
+
+
+@pytest.mark.parametrize("key", ["max_grad_norm", "lr_scheduler"])
+def test_a_key_that_deepspeed_overlooks_is_refused_with_its_own(key: str) -> None:
+    written = {"max_grad_norm": 0.5, "lr_scheduler": {"type": "WarmupLR"}}[key]
+    assert "DeepSpeed has no such key" in refusal(of(**{key: written}), key)
 
 
 def test_what_belongs_to_a_precision_that_is_off() -> None:

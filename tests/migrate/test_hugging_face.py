@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 import shardwise.migrate.api as api
+from shardwise.base.errors import ConfigurationError
 from shardwise.core.layout import layout_of
 from shardwise.migrate.account import mapping_in
 from shardwise.migrate.migrated import Migrated
@@ -72,7 +73,7 @@ EXPECTED: dict[str, tuple[str, dict[str, Any], Any, tuple[str, ...]]] = {
         "ddp",
         {"precision": "bf16", "dataset": "some/chats", "lora": lora(32, 16.0, "q_proj", "v_proj")},
         (),
-        ("eos_token", "push_to_hub"),
+        ("eos_token",),
     ),
 }  # fmt: skip
 FILES_OF_OTHERS = {"zero3_auto.json", "fsdp_keys.json"}
@@ -192,6 +193,12 @@ def test_a_config_without_fsdp_is_refused_as_the_trainer_would_not_read_it() -> 
         ({"dtype": "bfloat16", "use_peft": True}, {"precision": "bf16"}),
         ({"dtype": "auto", "bf16": True, "fsdp": True}, SUMS_IN_BF16),
         ({"report_to": "none"}, {"report_to": ()}),
+        ({"report_to": ["wandb", "mlflow"], "push_to_hub": True, "hub_model_id": "me/m"}, {"report_to": ("wandb",)}),
+        ({"use_wandb": True, "use_mlflow": True, "with_tracking": True}, {"report_to": ("wandb",)}),
+        ({"num_epochs": 2, "max_steps": 9, "evals_per_epoch": 2, "val_set_size": 0.1}, {"eval_steps": 0.25}),
+        ({"micro_batch_size": 2, "batch_size": 8}, {"gradient_accumulation_steps": 4}),
+        ({"base_model": "m", "bfloat16": True}, {"precision": "pure-bf16"}),
+        ({"plugins": ["axolotl.integrations.liger.LigerPlugin"], "liger_rope": True}, {}),
         ({"resume_from_checkpoint": True}, {"resume_from_checkpoint": "latest"}),
         ({"use_cpu": True, "torch_compile": True}, {"device": "cpu", "compile": "on"}),
         ({"bf16": True, "dtype": "bfloat16", "fsdp": True}, SUMS_IN_BF16),
@@ -223,10 +230,13 @@ def test_settings(keys: dict[str, Any], settings: dict[str, Any]) -> None:
         {"optim": "adafactor"},
         {"label_smoothing_factor": 0.1},
         {"neftune_noise_alpha": 5},
-        {"report_to": "mlflow"},
         {"torch_compile_backend": "tvm"},
         {"load_best_model_at_end": True},
         {"num_train_epochs": 0},
+        {"batch_size": 0},
+        {"plugins": ["axolotl.integrations.grokfast.GrokfastPlugin"]},
+        {"processor_type": "AutoProcessor"},
+        {"float16": True},
         {"stage": "dpo"},
         {"adapter": "qlora"},
         {"tensor_parallel_size": 2},
@@ -261,6 +271,20 @@ def test_epochs_that_are_not_known_or_said_twice(keys: dict[str, Any]) -> None:
     migrated = read(output_dir="out", **keys)
     assert len(migrated.refused) == 1
     assert set(refused(migrated)) < set(keys)
+
+
+def test_a_key_that_is_written_twice_is_read_as_its_library_reads_it(tmp_path: Path) -> None:
+    text = "output_dir: out\nlearning_rate: 1e-4\nfsdp: full_shard\nlearning_rate: 2e-4\n"
+    (tmp_path / "args.yaml").write_text(text + "fsdp_config:\n  version: 1\n  version: 2\n")
+    migrated = api.read(tmp_path / "args.yaml")
+    assert not migrated.refused
+    assert migrated.settings["learning_rate"] == 2e-4
+    told = {entry.key: entry.text for entry in migrated.entries if "written twice" in entry.text}
+    assert set(told) == {"learning_rate", "fsdp_config.version"}
+    assert "in line 2 and line 4" in told["learning_rate"]
+    (tmp_path / "args.yaml").write_text(text + "finetuning_type: full\n")  # OmegaConf, of LLaMA-Factory, refuses it
+    with pytest.raises(ConfigurationError, match="learning_rate is said twice, in line 2 and line 4"):
+        api.read(tmp_path / "args.yaml")
 
 
 def test_deepspeed_and_the_trainer_say_the_same(tmp_path: Path) -> None:

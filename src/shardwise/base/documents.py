@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 # None, a string, or a list or dict of trees.
 Tree = Any
+# Keys that are written twice in a mapping, and their first and last lines.
+Repeated = dict[str, tuple[int, int]]
 
 MOST_BYTES = 4_000_000
 MOST_NODES = 100_000
@@ -42,9 +44,10 @@ def read_text(path: Path) -> str:
         raise ConfigurationError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from None
 
 
-def yaml_tree(text: str, where: str, most_depth: int) -> Tree:
+def yaml_tree(text: str, where: str, most_depth: int, repeated: Repeated | None = None) -> Tree:
+    """Parse YAML. With `repeated`, a key may be written twice: the last one counts, and both lines are noted there."""
     node = yaml_node(text, where)
-    return None if node is None else yaml_texts(node, where, most_depth)
+    return None if node is None else yaml_texts(node, where, most_depth, repeated)
 
 
 def _num_nodes(node: "yaml.Node", known: dict[int, int]) -> int:
@@ -73,7 +76,9 @@ def yaml_node(text: str, where: str) -> "yaml.Node | None":
         raise ConfigurationError(f"{where} is nested too deep") from None
 
 
-def yaml_pairs(node: "yaml.Node", where: str) -> Iterator[tuple[str, "yaml.Node", int]]:
+def yaml_pairs(
+    node: "yaml.Node", where: str, repeated: Repeated | None = None
+) -> Iterator[tuple[str, "yaml.Node", int]]:
     import yaml
 
     if not isinstance(node, yaml.MappingNode):
@@ -85,13 +90,15 @@ def yaml_pairs(node: "yaml.Node", where: str) -> Iterator[tuple[str, "yaml.Node"
             raise ConfigurationError(f"{where} line {line}: merging (<<) is not understood; write the keys out")
         if not isinstance(name, yaml.ScalarNode) or name.tag not in YAML_TAGS:
             raise ConfigurationError(f"{where} line {line}: a key must be a plain word")
-        if name.value in seen:
+        if name.value in seen and repeated is None:
             raise ConfigurationError(f"{where}: {name.value} is said twice, in line {seen[name.value]} and line {line}")
+        if name.value in seen and repeated is not None:
+            repeated[name.value] = (seen[name.value], line)
         seen[name.value] = line
         yield name.value, value, line
 
 
-def yaml_texts(node: "yaml.Node", where: str, most_depth: int) -> Tree:
+def yaml_texts(node: "yaml.Node", where: str, most_depth: int, repeated: Repeated | None = None) -> Tree:
     import yaml
 
     line = node.start_mark.line + 1
@@ -100,9 +107,10 @@ def yaml_texts(node: "yaml.Node", where: str, most_depth: int) -> Tree:
     if most_depth < 0:
         raise ConfigurationError(f"{where} line {line} is nested too deep")
     if isinstance(node, yaml.MappingNode):
-        return {name: yaml_texts(value, where, most_depth - 1) for name, value, _ in yaml_pairs(node, where)}
+        pairs = yaml_pairs(node, where, repeated)
+        return {name: yaml_texts(value, where, most_depth - 1, repeated) for name, value, _ in pairs}
     if isinstance(node, yaml.SequenceNode):
-        return [yaml_texts(value, where, most_depth - 1) for value in node.value]
+        return [yaml_texts(value, where, most_depth - 1, repeated) for value in node.value]
     return None if node.tag.endswith(":null") else node.value
 
 

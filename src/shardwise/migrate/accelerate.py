@@ -79,7 +79,7 @@ def read_accelerate(top: Block, folder: Path) -> Original:
 
 
 def _kind(top: Block) -> str:
-    if not top.has("distributed_type"):
+    if "distributed_type" not in top.values:
         known = "NO, MULTI_CPU, MULTI_GPU, FSDP or DEEPSPEED"
         raise ConfigurationError(f"{top.source}: distributed_type is missing; write {known}")
     refused = table("accelerate")["refused_kinds"]

@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from ..base.documents import Tree, json_tree, read_text, yaml_tree
+from ..base.documents import Repeated, Tree, json_tree, read_text, yaml_tree
 from ..base.errors import ConfigurationError, did_you_mean, nearest, printable
 
 Fate = Literal["used", "ignored", "refused"]
@@ -286,13 +286,13 @@ def name_of(key: str) -> str:
     return key if key and not set(key) & set(".'") and key.isprintable() else ascii(key)
 
 
-def mapping_in(path: Path) -> dict[str, Tree]:
-    """Return the keys and values of a configuration file, YAML or JSON."""
+def mapping_in(path: Path, repeated: Repeated | None = None) -> dict[str, Tree]:
+    """Return the keys and values of a configuration file, YAML or JSON. `repeated`: as for `yaml_tree`."""
     if not path.exists():
         raise ConfigurationError(f"{path}: no such file")
     text, where = read_text(path), f"file {path}"
     is_yaml = path.suffix.lower() in (".yaml", ".yml")
-    tree = yaml_tree(text, where, MAX_DEPTH) if is_yaml else json_tree(text, where)
+    tree = yaml_tree(text, where, MAX_DEPTH, repeated) if is_yaml else json_tree(text, where)
     if not isinstance(tree, dict):
         raise ConfigurationError(f"{path} is not a mapping of keys to values")
     return tree

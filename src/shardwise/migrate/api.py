@@ -5,13 +5,14 @@ One error names every key that is refused.
 
 import os
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ..base.documents import Tree, as_strings
+from ..base.documents import Repeated, Tree, as_strings
 from ..base.errors import ConfigurationError, did_you_mean
 from .accelerate import read_accelerate
-from .account import Block, mapping_in
+from .account import Block, mapping_in, name_of
 from .deepspeed import read_deepspeed
 from .hugging_face import read_hugging_face
 from .migrated import TITLES, Kind, Migrated
@@ -25,6 +26,8 @@ READERS = {
     "hugging-face": read_hugging_face,
 }
 MIN_CLEAR = 3  # the number of typical keys that make a file's kind clear
+# Libraries whose own readers refuse a key that is written twice.
+STRICT = {"deepspeed", "LLaMA-Factory"}
 # These are mappings in DeepSpeed's files, and single values in others.
 BLOCKS = {"fp16", "bf16", "optimizer", "scheduler"}
 
@@ -48,12 +51,13 @@ def read(source: Source, kind: Kind | None = None) -> Migrated:
     if not isinstance(source, Mapping | str | os.PathLike):
         raise ConfigurationError(f"a configuration is a file or a mapping, not {type(source).__name__} {source!r}")
     name, folder = "the configuration", Path()
+    repeated: Repeated = {}
     try:
         if isinstance(source, Mapping):
             tree = as_strings(dict(source))
         else:
             name, folder = os.fspath(source), Path(source).parent
-            tree = mapping_in(Path(source))
+            tree = mapping_in(Path(source), repeated)
     except RecursionError:
         raise ConfigurationError(f"{name} is nested too deep") from None
     chosen, typical = kind or kind_of(tree, name), _typical(tree)
@@ -62,7 +66,15 @@ def read(source: Source, kind: Kind | None = None) -> Migrated:
         raise ConfigurationError(f"{name} is a configuration of {TITLES[most]}, and not of {TITLES[chosen]}")
     top = Block(tree, name)
     original = READERS[chosen](top, folder)
-    return Migrated(name, chosen, top.settings, original, top.entries())
+    entries = top.entries()
+    is_strict = bool(STRICT & {chosen, *programs_of(tree)})
+    for key, (first, last) in repeated.items():
+        told = {entry for entry in entries if entry.key.split(".")[-1] == name_of(key)}
+        if is_strict or not told:
+            raise ConfigurationError(f"file {name}: {key} is said twice, in line {first} and line {last}")
+        note = f" (written twice, in line {first} and line {last}: the last one counts)"
+        entries = tuple(replace(entry, text=entry.text + note) if entry in told else entry for entry in entries)
+    return Migrated(name, chosen, top.settings, original, entries)
 
 
 def kind_of(tree: Mapping[str, Tree], name: str) -> Kind:
@@ -88,13 +100,17 @@ def refuse_as_ours(path: Path, own: Collection[str]) -> None:
     kind, marks = max(typical.items(), key=lambda item: len(item[1]))
     if not marks:
         return
-    programs = table("hugging_face")["program_keys"].items() if kind == "hugging-face" else ()
-    owner = next((name for name, words in programs if set(words) & set(tree)), TITLES[kind])
+    owner = next(iter(programs_of(tree) if kind == "hugging-face" else ()), TITLES[kind])
     also = {"deepspeed": "; or pass it with --deepspeed", "accelerate": "; or pass it with --accelerate-config"}
     raise ConfigurationError(
         f"{path} is a configuration of {owner} ({', '.join(marks[:3])}), not of shardwise: run "
         f"`shardwise convert {path} -o run.yaml` first, and train with run.yaml{also.get(kind, '')}"
     )
+
+
+def programs_of(tree: Mapping[str, Tree]) -> list[str]:
+    """Programs on top of Hugging Face's Trainer that have keys of the tree."""
+    return [name for name, words in table("hugging_face")["program_keys"].items() if set(words) & set(tree)]
 
 
 def _typical(tree: Mapping[str, Tree]) -> dict[Kind, list[str]]:

@@ -21,7 +21,7 @@ DECAYED = (
     "DeepSpeed decays every parameter that it is given in one group; the trainer, and Hugging Face's with DeepSpeed, "
     "leave out norms and biases"
 )
-WARMUP_STEPS = 1000
+WARMUP_STEPS, LEAST_WARMUP = 1000, 2
 
 
 def read_deepspeed(top: Block) -> Original:
@@ -117,7 +117,8 @@ def _read_optimizer(block: Block) -> None:
         params.settle_rest("ignored", "belongs to an optimizer that is refused")
         return
     apply_rules(params, "deepspeed", "optimizer.params")
-    block.sets("type", ", which DeepSpeed runs for Adam as well" if chosen == "Adam" else "", optimizer=name)
+    note = f", which DeepSpeed runs for {chosen} as well" if chosen.endswith("Adam") else ""
+    block.sets("type", note, optimizer=name)
     read_setting(params, "lr", "learning_rate", LEARNING_RATE, True)
     decay = 0.0
     if name == "adamw":
@@ -171,7 +172,9 @@ def _read_schedule(block: Block, rate: float | None) -> None:
     block.sets("type", f": {same}", lr_scheduler_type=names[chosen])
     params.sets("warmup_type", warmup_type=params.word("warmup_type", ("log", "linear"), "log"))
     if not params.auto("warmup_num_steps", "--warmup-steps of the trainer"):
-        params.sets("warmup_num_steps", warmup_steps=params.whole("warmup_num_steps", WARMUP_STEPS, least=1))
+        steps = params.whole("warmup_num_steps", WARMUP_STEPS, least=0)
+        note = "" if steps else ": DeepSpeed's least (its newest version refuses 0)"
+        params.sets("warmup_num_steps", note, warmup_steps=steps or LEAST_WARMUP)
     key = "total_num_steps"
     if chosen != "WarmupLR" and not params.auto(key, "all steps of the run") and params.has(key):
         params.sets(key, "; --max-steps is the length of the run", schedule_steps=params.whole(key, 1, least=1))

@@ -43,8 +43,8 @@ class Sharding:
         self.grouped = f", stage {LAST} {how} groups of ranks ({key})"
         self.block.used(key, f"strategy {self.strategy} with node_size {size}: {becomes}")
 
-    def change(self, block: Block, key: str, words: str, becomes: str, fix: str = "") -> None:
-        self.strategy = with_changes(self.strategy, [Change(block, key, words, becomes, fix)])
+    def change(self, block: Block, key: str, words: str, becomes: str) -> None:
+        self.strategy = with_changes(self.strategy, [Change(block, key, words, becomes)])
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,9 +144,14 @@ def _read_param_offload(zero: Block, sharding: Sharding) -> None:
         source.ignored(key, why)
         block.ignored("nvme_path", why)
         return
+    if "optimizer=" not in sharding.strategy:
+        # DeepSpeed keeps 16-bit shards next to the fp32 masters and offloads them.
+        why = "gathers read the masters here, which offload_optimizer alone moves: there is no 16-bit shard to offload"
+        source.ignored(key, why)
+        block.ignored("nvme_path", why)
+        return
     words = f"params={PLACES[device]}"
-    fix = ": add offload_optimizer with a device" if "optimizer=" not in sharding.strategy else ""
-    sharding.change(source, key, words, f"{words} after the strategy", fix)
+    sharding.change(source, key, words, f"{words} after the strategy")
     _take_folder(block, device)
 
 
@@ -208,7 +213,7 @@ def _bucket_elems(zero: Block, stage: int) -> int:
         0 if zero.auto(key, "") else zero.whole(key, default, least=0)
         for key, default in (("reduce_bucket_size", 500_000_000), ("stage3_prefetch_bucket_size", 50_000_000))
     )
-    alternating = 2 if zero.flag("overlap_comm") else 1
+    alternating = 2 if not zero.auto("overlap_comm", "") and zero.flag("overlap_comm") else 1
     return (0, alternating * reduce, alternating * reduce, reduce + prefetch)[stage]
 
 

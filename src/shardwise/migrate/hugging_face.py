@@ -181,6 +181,12 @@ def _dtypes(top: Block) -> tuple[str, Loaded]:
         top.refused("fp16", "bf16 is on, too; leave one of them")
     word = enabled[0] if enabled else "no"
     loaded: Loaded = "bf16" if word == "bf16" and top.has(AXOLOTL) else "fp32"
+    if top.flag("bfloat16") and not enabled:  # Axolotl: weights in bf16, without mixed precision
+        loaded = "bf16"
+    top.used("bfloat16", "weights are loaded in bf16" if loaded == "bf16" else "bf16 decides it")
+    if top.flag("float16") and not enabled:
+        top.refused("float16", "weights are float32 or bfloat16 here")
+    top.ignored("float16", "bf16 and fp16 decide it")
     for key in DTYPES:
         name = _lower(top, key).removeprefix("torch.")
         if name in ("bfloat16", "bf16"):
@@ -272,14 +278,21 @@ def _rest(top: Block) -> None:
     settings = top.settings
     reporters = ["tensorboard"] if top.flag("use_tensorboard") else []
     top.used("use_tensorboard", f"report_to {'tensorboard' if reporters else 'decides it'}")
-    for word in map(str.lower, top.texts("report_to")):
-        if word in REPORTERS:
-            reporters.append(word)
-        elif word != "none":
-            top.refused("report_to", f"{word} is none of {', '.join(REPORTERS)}; metrics.jsonl is always written")
+    words = [word.lower() for word in top.texts("report_to")]
+    others = [word for word in words if word not in (*REPORTERS, "none")]
+    reporters += [word for word in words if word in REPORTERS]
+    if top.flag("use_wandb"):
+        reporters.append("wandb")
+    top.used("use_wandb", f"report_to {'wandb' if 'wandb' in reporters else 'decides it'}")
     if reporters or top.has("report_to"):
         settings["report_to"] = tuple(dict.fromkeys(reporters))
-        top.used("report_to", f"report_to {', '.join(settings['report_to']) or 'nobody'}")
+        note = f"; nothing is sent to {', '.join(others)}: metrics.jsonl is always written" if others else ""
+        top.used("report_to", f"report_to {', '.join(settings['report_to']) or 'nobody'}{note}")
+    for name in top.texts("plugins"):
+        why = table("hugging_face")["plugins"].get(name.rpartition(".")[2])
+        if why is None:
+            top.refused("plugins", f"{name} runs in Axolotl only")
+    top.ignored("plugins", "they change how results are computed or reported, not the results")
     resume = top.text("resume_from_checkpoint")
     if resume.lower() not in (*FALSE, "", "none", "null"):
         settings["resume_from_checkpoint"] = "latest" if resume.lower() in TRUE else resume
@@ -304,6 +317,7 @@ def _names_and_length(top: Block) -> None:
     top.settings |= DEFAULTS if has_training else {}
     for name, keys in table("hugging_face")["settings"].items():
         read_setting(top, top.first_of(*keys), name)
+    _whole_batch(top)
     if "model" in top.settings and "dataset" not in top.settings:
         top.settings["train_file"] = (YOUR_DATA,)
     steps = top.whole("max_steps", -1, least=-1)
@@ -317,6 +331,17 @@ def _names_and_length(top: Block) -> None:
         top.settings["max_steps"] = steps
     elif epochs and has_training:
         top.settings["num_train_epochs"] = epochs
+
+
+def _whole_batch(top: Block) -> None:
+    """Read Axolotl's older key for the samples of a rank in a step."""
+    size, micro = top.whole("batch_size", 0, least=1), top.settings.get("per_device_train_batch_size", 1)
+    if top.has("gradient_accumulation_steps"):
+        top.ignored("batch_size", "gradient_accumulation_steps decides it")
+    elif size and size < micro:
+        top.refused("batch_size", f"it is less than micro_batch_size {micro}")
+    elif size:
+        top.sets("batch_size", f": {size} / {micro}, as in Axolotl", gradient_accumulation_steps=size // micro)
 
 
 def _schedule(top: Block) -> None:
@@ -435,8 +460,11 @@ def _interval(top: Block, strategy: str, key: str, per_epoch: str) -> None:
 
 def _times_per_epoch(top: Block, written: str, key: str, times: float) -> None:
     """Set an interval of N times per epoch, as a fraction of all steps: 1 / (N * epochs)."""
-    num_times = times * top.settings.get("num_train_epochs", 0.0)
-    if "num_train_epochs" not in top.settings and times:
+    epochs = top.settings.get("num_train_epochs", 0.0)
+    if top.has("num_epochs") and "max_steps" in top.settings:  # Axolotl's part of all steps, however many they are
+        epochs = top.number("num_epochs", least=0)
+    num_times = times * epochs
+    if not epochs and times:
         why = "the steps of an epoch are unknown without a number of epochs (max_steps replaces it)"
         top.refused(written, f"{why}; write {key}, in steps")
     elif num_times <= 1:

@@ -37,14 +37,13 @@ class Original:
 class Change:
     """One offload or quantisation, and the key that asks for it.
 
-    `words`, such as `params=host`, are added to a strategy. If they are refused, `fix` is added to the reason.
+    `words`, such as `params=host`, are added to a strategy.
     """
 
     block: Block
     key: str
     words: str
     becomes: str
-    fix: str = ""
 
 
 def with_changes(strategy: str, changes: Iterable[Change]) -> str:
@@ -54,7 +53,7 @@ def with_changes(strategy: str, changes: Iterable[Change]) -> str:
         try:
             layout_of(candidate)
         except ConfigurationError as error:
-            change.block.refused(change.key, str(error).removeprefix("layout: ") + change.fix)
+            change.block.refused(change.key, str(error).removeprefix("layout: "))
         else:
             strategy = candidate
             change.block.used(change.key, change.becomes)

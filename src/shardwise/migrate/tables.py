@@ -12,7 +12,7 @@ from typing import Any
 
 from ..base.documents import Tree, yaml_tree
 from ..trainer.settings import Settings
-from .account import AUTO, Block, Fate, as_flag, as_number, as_text, as_texts, as_word
+from .account import Block, Fate, as_flag, as_number, as_text, as_texts, as_word
 
 MAX_DEPTH = 4
 # Values that switch an option off.
@@ -83,7 +83,8 @@ def rules(library: str, section: str, prefix: str = "") -> Mapping[str, Rule]:
 def apply_rules(block: Block, library: str, section: str, prefix: str = "") -> Block:
     """Record the result for every key of the block that has a rule."""
     for key, rule in rules(library, section, prefix).items():
-        value = block.read(key, rule.convert, None)
+        is_open = not rule.refused and block.auto(key, "")  # "auto" for a key that is ignored whatever its value
+        value = None if is_open else block.read(key, rule.convert, None)
         if rule.refused and _normalised(value) not in rule.unless:
             block.refused(key, rule.refused)
         block.settle(key, rule.fate, rule.text)
@@ -91,10 +92,7 @@ def apply_rules(block: Block, library: str, section: str, prefix: str = "") -> B
 
 
 def _converter(kind: str) -> Convert:
-    """Return the converter of a type: a name in `CONVERTERS`, or choices (`fp32 | fp16`). " or auto" may follow."""
-    if kind.endswith(" or auto"):
-        inner = _converter(kind.removesuffix(" or auto"))
-        return lambda value: value if str(value).lower() == AUTO else inner(value)
+    """Return the converter of a type: a name in `CONVERTERS`, or choices (`fp32 | fp16`)."""
     return partial(as_word, choices=kind.split(" | ")) if " | " in kind else CONVERTERS[kind]
 
 
