@@ -62,7 +62,10 @@ FROM_KUBERNETES = re.compile(r"_(SERVICE_HOST|SERVICE_PORT|PORT)(_|$)")
 # Maximum nesting of a value, such as a mapping that contains lists.
 DEPTH = 2
 FALSE = ("none", "false", "0", "no", "off", "f", "n")
-WANTED = {bool: "true or false", int: "a whole number", float: "a number", tuple: "a list", str: "a text"}
+WANTED = {
+    bool: "true or false", int: "a whole number", float: "a number", str: "a text",
+    tuple[float, ...]: "a list of numbers", tuple: "a list of texts",
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,6 +159,9 @@ def schema() -> dict[str, Any]:
             about["type"] = ["string", "integer"]
         elif key == "shape":
             about = {"type": "object", "properties": sizes, "additionalProperties": False, "default": {}}
+        elif key == "columns":
+            names = dict.fromkeys(COLUMNS, {"type": "string"})
+            about = {"type": "object", "properties": names, "additionalProperties": False, "default": {}}
         found["properties"][key] = {**about, "description": entry.metadata["help"]}
     for part in (found, found["$defs"]["Lora"]):
         part["additionalProperties"] = False
@@ -372,7 +378,7 @@ def _wrong(place: tuple[Any, ...], value: Any, origins: Mapping[str, list[str]])
     elif key in PARTS and path == key:
         wanted = "a mapping" if PARTS[key] else "a name or a mapping from patterns to names"
     else:
-        wanted = WANTED[next(part for part in (get_origin(kind), kind, *get_args(kind)) if part in WANTED)]
+        wanted = WANTED[next(part for part in (kind, get_origin(kind), *get_args(kind)) if part in WANTED)]
     return ConfigurationError(f"{path}: {shown} ({'; '.join(origins[path])}) is not {wanted}")
 
 
