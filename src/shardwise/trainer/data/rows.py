@@ -18,6 +18,7 @@ from ...base.errors import ConfigurationError
 
 ANSWERING = "assistant"
 ROLES = {
+    "user": "user", ANSWERING: ANSWERING, "system": "system", "tool": "tool",
     "human": "user", "gpt": ANSWERING, "chatgpt": ANSWERING, "model": ANSWERING, "bot": ANSWERING,
     "function_call": ANSWERING, "observation": "tool", "function_response": "tool", "function": "tool",
     "developer": "system",
@@ -133,9 +134,11 @@ def _completion(row: Mapping[str, Any], reading: Reading, where: str) -> Documen
         question = _messages(prompt, "prompt", reading, "user") if prompt else []
         answer = _messages(completion, "completion", reading, ANSWERING)
         return _chat([*_untrained(question), *answer], row, reading, where)
-    is_trained = "all" in reading.roles or "user" in reading.roles
-    prompt = _string(row, "prompt", may_be_empty=True)
-    return Document(where, ((prompt, is_trained), (_string(row, "completion"), True)))
+    roles = {*reading.roles}
+    parts = ((_string(row, "prompt", True), {"user", "all"}), (_string(row, "completion"), {ANSWERING, "last", "all"}))
+    if not roles & {"user", ANSWERING, "last", "all"}:
+        raise ValueError(f"has a prompt and a completion, but nothing of {' or '.join(reading.roles)}")
+    return Document(where, tuple((text, bool(roles & of)) for text, of in parts))
 
 
 def _conversation(row: Mapping[str, Any], reading: Reading, where: str) -> Document:
@@ -281,7 +284,7 @@ def _message(given: Any, number: int, reading: Reading) -> dict[str, Any]:
     marks = [row[name] for name in _MARKS if row.get(name) is not None]
     if any(mark not in (0, 1) for mark in marks):
         raise ValueError(f"message {number}: weight, train or training is {marks[0]!r}, but must be 0 or 1")
-    message = {"role": ROLES.get(role, role), "content": content, **message}
+    message = {"role": ROLES.get(role.lower(), role), "content": content, **message}
     return {**message, **({"tool_calls": calls} if calls else {}), **({"train": all(marks)} if marks else {})}
 
 

@@ -239,8 +239,13 @@ def _span(messages: Sequence[Message], index: int, whole: str, render: Template)
     # If the generation prompt ends with words that the finished text lacks (an opening <think>), start before them.
     prompt = render(messages[:index], True) if index else ""
     start = _num_common(prompt, whole)
-    if messages[index]["role"] == ANSWERING and start >= len(before) and whole.startswith(until):
+    is_asked = messages[index]["role"] == ANSWERING and start >= len(before)
+    said = str(messages[index]["content"]).rpartition("</think>")[2].strip()  # this part is in every rendering
+    alone = said + until.rpartition(said)[2] if said else ""
+    if is_asked and whole.startswith(until):
         end = len(until)
+    elif is_asked and alone and whole.startswith(alone, start):
+        end = start + len(alone)
     else:
         start, content_end = _place(messages, index, render)
         ending = until[_place(messages[: index + 1], index, render)[1] :]
@@ -252,7 +257,6 @@ def _span(messages: Sequence[Message], index: int, whole: str, render: Template)
             start = after + _num_common(asked, whole[after:start])
         if not whole.startswith(ending, content_end):
             raise _unclear(index, "ends")
-    said = str(messages[index]["content"]).rpartition("</think>")[2].strip()
     if said not in whole[start:end]:
         raise _unclear(index, "contains")
     return start, end
