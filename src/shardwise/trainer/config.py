@@ -143,6 +143,7 @@ def schema() -> dict[str, Any]:
     limits = {"minimum": "least", "maximum": "most", "exclusiveMinimum": "above", "exclusiveMaximum": "below"}
     size = {"type": "integer", "minimum": 1}
     sizes = {part: {"type": "boolean"} if part == "tied" else size for part in PARTS["shape"]}
+    parts = {"shape": sizes, "columns": {name: {"type": "string"} for name in COLUMNS}}
     for key, entry in FIELDS.items():
         about = found["properties"][key]
         about.pop("title", None)
@@ -157,11 +158,8 @@ def schema() -> dict[str, Any]:
             del about["type"]
         elif key == "nnodes":
             about["type"] = ["string", "integer"]
-        elif key == "shape":
-            about = {"type": "object", "properties": sizes, "additionalProperties": False, "default": {}}
-        elif key == "columns":
-            names = dict.fromkeys(COLUMNS, {"type": "string"})
-            about = {"type": "object", "properties": names, "additionalProperties": False, "default": {}}
+        elif key in parts:
+            about = {"type": "object", "properties": parts[key], "additionalProperties": False, "default": {}}
         found["properties"][key] = {**about, "description": entry.metadata["help"]}
     for part in (found, found["$defs"]["Lora"]):
         part["additionalProperties"] = False
