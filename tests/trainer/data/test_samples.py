@@ -41,7 +41,7 @@ def trained_on(prepared: Prepared, seq_length: int, **chosen: Any) -> Samples:
     return opened(prepared, seq_length, eval_fraction=0.0, **chosen)[0]
 
 
-DOCUMENTS = st.lists(st.lists(st.integers(0, 255), min_size=1, max_size=12), min_size=4, max_size=12)
+DOCUMENTS = st.lists(st.lists(st.integers(0, 255), min_size=1, max_size=12), min_size=5, max_size=12)
 
 
 @given(DOCUMENTS, st.integers(1, 8), st.sampled_from([0.0, 0.1, 0.4]), st.booleans())

@@ -256,6 +256,14 @@ def test_datasets(tmp_path: Path, write_rows: Callable[..., str]) -> None:
             Document(f"{name}:1", messages=[USER, ANSWER]),
             Document(f"{name}:2", problem="no message of the assistant, so there is nothing to train on"),
         ]
+    folder = tmp_path / "three"
+    folder.mkdir()
+    configs = "".join(f"- config_name: {name}\n  data_files: {name}.jsonl\n" for name in "ab")
+    (folder / "README.md").write_text(f"---\nconfigs:\n{configs}---\n")
+    for name in "ab":
+        (folder / f"{name}.jsonl").write_text(json.dumps({"text": name}) + "\n")
+    (document,) = read_dataset(load_dataset(f"{folder}:b", "train"), "three", Reading())
+    assert document.texts == (("b", True),)
     with pytest.raises(ConfigurationError, match="no split 'valid'; it has train, test"):
         load_dataset(str(tmp_path / "two"), "valid")
     with pytest.raises(ConfigurationError, match=r"saved without splits, so dataset_split 'test' is not in it"):

@@ -218,9 +218,13 @@ OPENERS: dict[str, Callable[[Path], Any]] = {".gz": gzip.open, ".bz2": bz2.open,
 
 
 def load_dataset(name: str, split: str) -> Any:
-    """Open a folder written by `save_to_disk`, a folder of files, or a dataset by its hub id. All are memory-mapped."""
+    """Open a folder written by `save_to_disk`, a folder of files, or a dataset by its hub id; `:configuration` may
+    follow. All are memory-mapped."""
     datasets = import_library("datasets", f"dataset {name}")
-    folder = Path(name).expanduser()
+    folder, configuration = Path(name).expanduser(), None
+    if not folder.exists() and ":" in name:
+        name, _, configuration = name.partition(":")
+        folder = Path(name).expanduser()
     try:
         if (folder / "dataset_dict.json").is_file():
             splits = datasets.load_from_disk(str(folder))
@@ -232,7 +236,7 @@ def load_dataset(name: str, split: str) -> Any:
                 return datasets.load_from_disk(str(folder))
             problem = f"was saved without splits, so dataset_split {split!r} is not in it: leave it out"
         else:
-            return datasets.load_dataset(str(folder) if folder.is_dir() else name, split=split)
+            return datasets.load_dataset(str(folder) if folder.is_dir() else name, configuration, split=split)
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
         problem = "cannot be read: " + str(error).strip().partition("\n")[0]
     raise ConfigurationError(f"dataset {name}, split {split}: {problem}")

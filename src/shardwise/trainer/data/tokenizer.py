@@ -28,6 +28,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib import resources
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -102,7 +103,11 @@ class Tokenizer:
         chosen = [index for index, is_trained in enumerate(trained) if is_trained]
         if tagged and len(tagged) == len(answers) and {*chosen} <= {*answers}:
             return [span for span, index in zip(tagged, answers, strict=True) if trained[index]]
-        return [_span(messages, index, whole, partial(self.template, tools=tools)) for index in chosen]
+        spans = [_span(messages, index, whole, partial(self.template, tools=tools)) for index in chosen]
+        for index, (one, other) in enumerate(pairwise(spans)):
+            if one[1] > other[0]:
+                raise _unclear(chosen[index], "ends")
+        return spans
 
     def question(self, prompt: str) -> tuple[str, int]:
         """Return the text of a chat up to where the answer to `prompt` begins, and the token that ends the answer."""
