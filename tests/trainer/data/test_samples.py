@@ -310,6 +310,7 @@ def test_preference_rows_stay_together(tmp_path: Path, write_rows: Callable[...,
         assert torch.equal(only[:2], batch.targets[:2])
         assert (only[2:] == -100).all()
     assert len(seen) == 8
+    assert train.padding == pytest.approx(1 - train.num_tokens / (6 * 2 * 12))
     with pytest.raises(ConfigurationError, match="preference rows"):
         require_targets(train, lambda _: None)
 

@@ -225,7 +225,7 @@ def test_limits_and_lines_of_tables(tmp_path: Path) -> None:
 
 
 def test_folders_and_patterns(tmp_path: Path) -> None:
-    for name in ("b.jsonl", "a.csv.gz", ".hidden.jsonl", "notes.pdf", "deep/c.json"):
+    for name in ("b.jsonl", "a.csv.gz", ".hidden.jsonl", ".git/d.json", "notes.pdf", "deep/c.json"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("x")
     names = [tmp_path / name for name in ("a.csv.gz", "b.jsonl", "deep/c.json")]

@@ -57,7 +57,8 @@ def find_files(name: str) -> list[Path]:
     if path.is_dir():
         if (path / "state.json").is_file() or (path / "dataset_dict.json").is_file():
             raise ValueError("a dataset as `datasets` saves it: name it with --dataset")
-        found = sorted(file for file in path.rglob("[!.]*") if file.is_file() and is_known(file))
+        visible = (file for file in path.rglob("*") if "/." not in f"/{file.relative_to(path)}")
+        found = sorted(file for file in visible if file.is_file() and is_known(file))
         if any(kind_of(file)[0] in TEXTS for file in found) and any(kind_of(file)[0] not in TEXTS for file in found):
             raise ValueError("has both text and other files: choose with a pattern, as in 'FOLDER/*.jsonl'")
     elif path.exists() or not any(sign in name for sign in "*?["):
