@@ -6,6 +6,7 @@ import gzip
 import io
 import json
 import lzma
+import os
 import tracemalloc
 from collections.abc import Callable
 from itertools import pairwise
@@ -185,6 +186,21 @@ def test_compressed_text_is_read_in_pieces(tmp_path: Path) -> None:
     assert num_characters == 28 * 2**20
     assert tracemalloc.get_traced_memory()[1] < 2**21
     tracemalloc.stop()
+
+
+def test_one_row_group_of_parquet_is_in_memory(tmp_path: Path) -> None:
+    import pyarrow
+    from pyarrow import parquet
+
+    path, table = tmp_path / "a.parquet", pyarrow.table({"text": [os.urandom(500).hex() for _ in range(1000)]})
+    with parquet.ParquetWriter(path, table.schema) as writer:
+        for _ in range(20):
+            writer.write_table(table)
+    del table
+    before = largest = pyarrow.total_allocated_bytes()
+    for _ in read(path, Reading()):
+        largest = max(largest, pyarrow.total_allocated_bytes())
+    assert 1_000_000 < largest - before < 5_000_000
 
 
 @pytest.mark.parametrize(

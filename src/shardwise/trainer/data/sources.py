@@ -196,13 +196,14 @@ def parquet(path: Path) -> Iterator[Row]:
     number = 0
     try:
         with reader.ParquetFile(path) as file:
-            size = max((file.metadata.row_group(at).total_byte_size for at in range(file.num_row_groups)), default=0)
-            if size > MAX_GROUP_BYTES:
-                raise ConfigurationError(f"{path}: a row group has {size:,} bytes; write groups of at most 4 GB")
-            for batch in file.iter_batches(batch_size=256):
-                for row in batch.to_pylist():
-                    number += 1
-                    yield Row(f"{path}:{number}", row)
+            for group in range(file.num_row_groups):  # `iter_batches` would keep all groups in memory
+                size = file.metadata.row_group(group).total_byte_size
+                if size > MAX_GROUP_BYTES:
+                    raise ConfigurationError(f"{path}: a row group has {size:,} bytes; write groups of at most 4 GB")
+                for batch in file.read_row_group(group).to_batches(256):
+                    for row in batch.to_pylist():
+                        number += 1
+                        yield Row(f"{path}:{number}", row)
     except (arrow.ArrowException, OSError) as error:
         raise ConfigurationError(f"{path}: cannot be read as Parquet: {str(error).partition(chr(10))[0]}") from error
 
