@@ -87,7 +87,7 @@ START = StandIn(
     settings=SETTINGS,
     checked=SimpleNamespace(batching=Batching(2, 1, 8), seq_length=128, tokenizer=SimpleNamespace(name="")),
     built=SimpleNamespace(num_params=1_712_345, num_trainable=1_712_345),
-    samples=SimpleNamespace(num_tokens=465_321, num_samples=3_561),
+    samples=SimpleNamespace(num_tokens=465_321, num_samples=3_561, padding=0.0),
     eval_samples=SimpleNamespace(num_samples=74),
     model=engine(),
     optimizer=None,

@@ -43,6 +43,7 @@ def banner(run: Run) -> str:
         world += f" = {plural(batching.num_ranks // engine.mesh.node_size, 'node')} x {engine.mesh.node_size}"
     data = ", ".join(settings.dataset or settings.train_file) or "Python's manual"
     evaluation = "" if run.eval_samples is None else f", {run.eval_samples.num_samples:,} more for evaluation"
+    evaluation = (f", {samples.padding:.0%} padding" if samples.padding else "") + evaluation
     tokenizer = ", " + non_breaking(f"tokenizer {run.checked.tokenizer.name}") if run.checked.tokenizer.name else ""
     num_epochs = run.num_samples_before(num_steps) / samples.num_samples
     steps = f"{plural(num_steps, 'step')} = {num_epochs:.3g} epochs"

@@ -41,7 +41,7 @@ def trained_on(prepared: Prepared, seq_length: int, **chosen: Any) -> Samples:
     return opened(prepared, seq_length, eval_fraction=0.0, **chosen)[0]
 
 
-DOCUMENTS = st.lists(st.lists(st.integers(0, 255), min_size=1, max_size=12), min_size=4, max_size=12)
+DOCUMENTS = st.lists(st.lists(st.integers(0, 255), min_size=1, max_size=12), min_size=5, max_size=12)
 
 
 @given(DOCUMENTS, st.integers(1, 8), st.sampled_from([0.0, 0.1, 0.4]), st.booleans())
@@ -310,6 +310,7 @@ def test_preference_rows_stay_together(tmp_path: Path, write_rows: Callable[...,
         assert torch.equal(only[:2], batch.targets[:2])
         assert (only[2:] == -100).all()
     assert len(seen) == 8
+    assert train.padding == pytest.approx(1 - train.num_tokens / (6 * 2 * 12))
     with pytest.raises(ConfigurationError, match="preference rows"):
         require_targets(train, lambda _: None)
 

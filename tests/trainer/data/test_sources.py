@@ -6,6 +6,7 @@ import gzip
 import io
 import json
 import lzma
+import os
 import tracemalloc
 from collections.abc import Callable
 from itertools import pairwise
@@ -187,6 +188,21 @@ def test_compressed_text_is_read_in_pieces(tmp_path: Path) -> None:
     tracemalloc.stop()
 
 
+def test_one_row_group_of_parquet_is_in_memory(tmp_path: Path) -> None:
+    import pyarrow
+    from pyarrow import parquet
+
+    path, table = tmp_path / "a.parquet", pyarrow.table({"text": [os.urandom(500).hex() for _ in range(1000)]})
+    with parquet.ParquetWriter(path, table.schema) as writer:
+        for _ in range(20):
+            writer.write_table(table)
+    del table
+    before = largest = pyarrow.total_allocated_bytes()
+    for _ in read(path, Reading()):
+        largest = max(largest, pyarrow.total_allocated_bytes())
+    assert 1_000_000 < largest - before < 5_000_000
+
+
 @pytest.mark.parametrize(
     ("name", "content", "problem"),
     [
@@ -225,7 +241,7 @@ def test_limits_and_lines_of_tables(tmp_path: Path) -> None:
 
 
 def test_folders_and_patterns(tmp_path: Path) -> None:
-    for name in ("b.jsonl", "a.csv.gz", ".hidden.jsonl", "notes.pdf", "deep/c.json"):
+    for name in ("b.jsonl", "a.csv.gz", ".hidden.jsonl", ".git/d.json", "notes.pdf", "deep/c.json"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("x")
     names = [tmp_path / name for name in ("a.csv.gz", "b.jsonl", "deep/c.json")]
@@ -256,6 +272,14 @@ def test_datasets(tmp_path: Path, write_rows: Callable[..., str]) -> None:
             Document(f"{name}:1", messages=[USER, ANSWER]),
             Document(f"{name}:2", problem="no message of the assistant, so there is nothing to train on"),
         ]
+    folder = tmp_path / "three"
+    folder.mkdir()
+    configs = "".join(f"- config_name: {name}\n  data_files: {name}.jsonl\n" for name in "ab")
+    (folder / "README.md").write_text(f"---\nconfigs:\n{configs}---\n")
+    for name in "ab":
+        (folder / f"{name}.jsonl").write_text(json.dumps({"text": name}) + "\n")
+    (document,) = read_dataset(load_dataset(f"{folder}:b", "train"), "three", Reading())
+    assert document.texts == (("b", True),)
     with pytest.raises(ConfigurationError, match="no split 'valid'; it has train, test"):
         load_dataset(str(tmp_path / "two"), "valid")
     with pytest.raises(ConfigurationError, match=r"saved without splits, so dataset_split 'test' is not in it"):

@@ -18,6 +18,7 @@ from ...base.errors import ConfigurationError
 
 ANSWERING = "assistant"
 ROLES = {
+    "user": "user", ANSWERING: ANSWERING, "system": "system", "tool": "tool",
     "human": "user", "gpt": ANSWERING, "chatgpt": ANSWERING, "model": ANSWERING, "bot": ANSWERING,
     "function_call": ANSWERING, "observation": "tool", "function_response": "tool", "function": "tool",
     "developer": "system",
@@ -122,24 +123,17 @@ def _read(row: Any, reading: Reading, where: str) -> Document:
 # Formats
 
 
-def _text(row: Mapping[str, Any], reading: Reading, where: str) -> Document:
-    return Document(where, ((_string(row, "text"), True),))
-
-
 def _completion(row: Mapping[str, Any], reading: Reading, where: str) -> Document:
     """Strings are text without a chat template, as in TRL; lists of messages are a chat."""
-    prompt, completion = row.get("prompt"), row["completion"]
+    prompt, completion, roles = row.get("prompt"), row["completion"], {*reading.roles}
     if isinstance(prompt, list) or isinstance(completion, list):
         question = _messages(prompt, "prompt", reading, "user") if prompt else []
-        answer = _messages(completion, "completion", reading, ANSWERING)
-        return _chat([*_untrained(question), *answer], row, reading, where)
-    is_trained = "all" in reading.roles or "user" in reading.roles
-    prompt = _string(row, "prompt", may_be_empty=True)
-    return Document(where, ((prompt, is_trained), (_string(row, "completion"), True)))
-
-
-def _conversation(row: Mapping[str, Any], reading: Reading, where: str) -> Document:
-    return _chat(_question(row, reading), row, reading, where)
+        question = question if roles & {"user", "system", "all"} else _untrained(question)
+        return _chat([*question, *_messages(completion, "completion", reading, ANSWERING)], row, reading, where)
+    parts = ((_string(row, "prompt", True), {"user", "all"}), (_string(row, "completion"), {ANSWERING, "last", "all"}))
+    if not roles & {"user", ANSWERING, "last", "all"}:
+        raise ValueError(f"has a prompt and a completion, but nothing of {' or '.join(reading.roles)}")
+    return Document(where, tuple((text, bool(roles & of)) for text, of in parts))
 
 
 def _instruction(row: Mapping[str, Any], reading: Reading, where: str) -> Document:
@@ -190,10 +184,10 @@ def _texts_compared(chosen: str, rejected: str, row: Mapping[str, Any], where: s
 
 FORMATS = (
     Format(PREFERENCE, ("chosen", "rejected"), _preference),
-    Format("messages", CHATS, _conversation),
+    Format("messages", CHATS, lambda row, reading, where: _chat(_question(row, reading), row, reading, where)),
     Format("instruction, output", ("instruction",), _instruction),
     Format("prompt, completion", ("completion",), _completion),
-    Format("text", ("text",), _text),
+    Format("text", ("text",), lambda row, _, where: Document(where, ((_string(row, "text"), True),))),
 )
 
 
@@ -232,14 +226,14 @@ def _question(row: Mapping[str, Any], reading: Reading) -> list[dict[str, Any]]:
 def _chat(messages: list[dict[str, Any]], row: Mapping[str, Any], reading: Reading, where: str) -> Document:
     """Mark the messages that are trained on: those with a mark of their own, else those of the roles."""
     answers = [index for index, message in enumerate(messages) if message["role"] == ANSWERING]
-    roles = reading.roles
+    roles, has_targets = reading.roles, False
     for index, message in enumerate(messages):
         by_role = message["role"] in roles or "all" in roles or ("last" in roles and index in answers[-1:])
-        is_trained = message.get("train", by_role) and (bool(message["content"].strip()) or "tool_calls" in message)
-        message.pop("train", None)
+        is_trained = message.pop("train", by_role)
+        has_targets |= is_trained and (message["content"].strip() != "" or "tool_calls" in message)
         if is_trained != (message["role"] == ANSWERING):
             message["train"] = is_trained
-    if not any(message.get("train", message["role"] == ANSWERING) for message in messages):
+    if not has_targets:
         who = "the assistant" if {*roles} <= {ANSWERING, "last"} else " or ".join(roles)
         raise ValueError(f"no message of {who}, so there is nothing to train on")
     return Document(where, (), messages, tools=_tools(row))
@@ -274,14 +268,13 @@ def _message(given: Any, number: int, reading: Reading) -> dict[str, Any]:
         if other := [str(part.get("type")) for part in parts if not isinstance(part.get("text"), str)]:
             raise ValueError(f"message {number} has a part of type {other[0]}, but only text can be used")
         content = "".join(part["text"] for part in parts)
-    if content is None and calls:
-        content = ""
+    content = "" if content is None and calls else content
     if not isinstance(role, str) or not isinstance(content, str):
         raise ValueError(f"message {number} must have a role and a content that are strings")
     marks = [row[name] for name in _MARKS if row.get(name) is not None]
     if any(mark not in (0, 1) for mark in marks):
         raise ValueError(f"message {number}: weight, train or training is {marks[0]!r}, but must be 0 or 1")
-    message = {"role": ROLES.get(role, role), "content": content, **message}
+    message = {"role": ROLES.get(role.lower(), role), "content": content, **message}
     return {**message, **({"tool_calls": calls} if calls else {}), **({"train": all(marks)} if marks else {})}
 
 

@@ -111,6 +111,12 @@ class Samples:
         """The mean number of tokens, without padding."""
         return self.num_tokens / self.num_samples
 
+    @property
+    def padding(self) -> float:
+        """Part of all positions that is padding; 0 if only the last sample may have any."""
+        num_positions = self.windows.seq_length * len(self.windows.rows(0))
+        return 1 - self.tokens_per_sample / num_positions if self.has_padding else 0.0
+
     def order(self, first: int, count: int) -> list[int]:
         """Return the samples at positions `first` to `first + count` of the random order. Epochs follow each other."""
         if not self.draws:

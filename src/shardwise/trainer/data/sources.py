@@ -57,7 +57,8 @@ def find_files(name: str) -> list[Path]:
     if path.is_dir():
         if (path / "state.json").is_file() or (path / "dataset_dict.json").is_file():
             raise ValueError("a dataset as `datasets` saves it: name it with --dataset")
-        found = sorted(file for file in path.rglob("[!.]*") if file.is_file() and is_known(file))
+        visible = (file for file in path.rglob("*") if "/." not in f"/{file.relative_to(path)}")
+        found = sorted(file for file in visible if file.is_file() and is_known(file))
         if any(kind_of(file)[0] in TEXTS for file in found) and any(kind_of(file)[0] not in TEXTS for file in found):
             raise ValueError("has both text and other files: choose with a pattern, as in 'FOLDER/*.jsonl'")
     elif path.exists() or not any(sign in name for sign in "*?["):
@@ -195,13 +196,14 @@ def parquet(path: Path) -> Iterator[Row]:
     number = 0
     try:
         with reader.ParquetFile(path) as file:
-            size = max((file.metadata.row_group(at).total_byte_size for at in range(file.num_row_groups)), default=0)
-            if size > MAX_GROUP_BYTES:
-                raise ConfigurationError(f"{path}: a row group has {size:,} bytes; write groups of at most 4 GB")
-            for batch in file.iter_batches(batch_size=256):
-                for row in batch.to_pylist():
-                    number += 1
-                    yield Row(f"{path}:{number}", row)
+            for group in range(file.num_row_groups):  # `iter_batches` would keep all groups in memory
+                size = file.metadata.row_group(group).total_byte_size
+                if size > MAX_GROUP_BYTES:
+                    raise ConfigurationError(f"{path}: a row group has {size:,} bytes; write groups of at most 4 GB")
+                for batch in file.read_row_group(group).to_batches(256):
+                    for row in batch.to_pylist():
+                        number += 1
+                        yield Row(f"{path}:{number}", row)
     except (arrow.ArrowException, OSError) as error:
         raise ConfigurationError(f"{path}: cannot be read as Parquet: {str(error).partition(chr(10))[0]}") from error
 
@@ -218,9 +220,13 @@ OPENERS: dict[str, Callable[[Path], Any]] = {".gz": gzip.open, ".bz2": bz2.open,
 
 
 def load_dataset(name: str, split: str) -> Any:
-    """Open a folder written by `save_to_disk`, a folder of files, or a dataset by its hub id. All are memory-mapped."""
+    """Open a folder written by `save_to_disk`, a folder of files, or a dataset by its hub id; `:configuration` may
+    follow. All are memory-mapped."""
     datasets = import_library("datasets", f"dataset {name}")
-    folder = Path(name).expanduser()
+    folder, configuration = Path(name).expanduser(), None
+    if not folder.exists() and ":" in name:
+        name, _, configuration = name.partition(":")
+        folder = Path(name).expanduser()
     try:
         if (folder / "dataset_dict.json").is_file():
             splits = datasets.load_from_disk(str(folder))
@@ -232,7 +238,7 @@ def load_dataset(name: str, split: str) -> Any:
                 return datasets.load_from_disk(str(folder))
             problem = f"was saved without splits, so dataset_split {split!r} is not in it: leave it out"
         else:
-            return datasets.load_dataset(str(folder) if folder.is_dir() else name, split=split)
+            return datasets.load_dataset(str(folder) if folder.is_dir() else name, configuration, split=split)
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
         problem = "cannot be read: " + str(error).strip().partition("\n")[0]
     raise ConfigurationError(f"dataset {name}, split {split}: {problem}")

@@ -28,6 +28,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib import resources
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -102,7 +103,11 @@ class Tokenizer:
         chosen = [index for index, is_trained in enumerate(trained) if is_trained]
         if tagged and len(tagged) == len(answers) and {*chosen} <= {*answers}:
             return [span for span, index in zip(tagged, answers, strict=True) if trained[index]]
-        return [_span(messages, index, whole, partial(self.template, tools=tools)) for index in chosen]
+        spans = [_span(messages, index, whole, partial(self.template, tools=tools)) for index in chosen]
+        for index, (one, other) in enumerate(pairwise(spans)):
+            if one[1] > other[0]:
+                raise _unclear(chosen[index], "ends")
+        return spans
 
     def question(self, messages: Sequence[Message]) -> tuple[list[int], int]:
         """Return the tokens of a chat up to where the next answer begins, and the token that ends the answer."""
@@ -240,8 +245,13 @@ def _span(messages: Sequence[Message], index: int, whole: str, render: Template)
     # If the generation prompt ends with words that the finished text lacks (an opening <think>), start before them.
     prompt = render(messages[:index], True) if index else ""
     start = _num_common(prompt, whole)
-    if messages[index]["role"] == ANSWERING and start >= len(before) and whole.startswith(until):
+    is_asked = messages[index]["role"] == ANSWERING and start >= len(before)
+    said = str(messages[index]["content"]).rpartition("</think>")[2].strip()  # this part is in every rendering
+    alone = said + until.rpartition(said)[2] if said else ""
+    if is_asked and whole.startswith(until):
         end = len(until)
+    elif is_asked and alone and whole.startswith(alone, start):
+        end = start + len(alone)
     else:
         start, content_end = _place(messages, index, render)
         ending = until[_place(messages[: index + 1], index, render)[1] :]
@@ -253,7 +263,6 @@ def _span(messages: Sequence[Message], index: int, whole: str, render: Template)
             start = after + _num_common(asked, whole[after:start])
         if not whole.startswith(ending, content_end):
             raise _unclear(index, "ends")
-    said = str(messages[index]["content"]).rpartition("</think>")[2].strip()
     if said not in whole[start:end]:
         raise _unclear(index, "contains")
     return start, end
