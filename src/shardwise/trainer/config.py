@@ -276,8 +276,6 @@ def _plain(key: str, value: Any, origin: str) -> Any:
         value = str(value).lower()
     if isinstance(value, str):
         word = value.strip().lower()
-        if key == "lora" and word.isdecimal():
-            return {"r": word, "alpha": str(2 * int(word))}
         if word in WORDS.get(key, {}):
             return WORDS[key][word]
         if word in ("null", "none") and NoneType in get_args(kind):
@@ -308,6 +306,11 @@ def _parts_in(key: str, text: str, origin: str) -> Any:
     parts = {}
     for pair in _listed(text, ","):
         name, equals, part = pair.partition("=")
+        if key == "lora" and name.isdecimal():
+            parts |= {"r": name, "alpha": str(2 * int(name))}
+            continue
+        if key == "lora" and name in ("rslora", "dora"):
+            equals, part = "=", part or "true"
         if not equals:
             raise ConfigurationError(f"{key}: {name!r} ({origin}) is no key=value; write {EXAMPLES[key]}")
         parts[name.strip()] = part.strip()

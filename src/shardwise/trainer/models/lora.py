@@ -46,7 +46,7 @@ def adapters_for(lora: Lora, model: nn.Module) -> Any:
         )
     targets: Any = list(lora.targets or IN_TREE_TARGETS) if lora.targets or is_in_tree else None
     if targets == [ALL_LINEAR]:
-        targets = list(LINEAR_LEAVES) if is_in_tree else ALL_LINEAR
+        targets = list(LINEAR_LEAVES) if is_in_tree else _linear_layers(model)
     return peft.LoraConfig(
         r=lora.r,
         lora_alpha=lora.alpha,
@@ -58,6 +58,14 @@ def adapters_for(lora: Lora, model: nn.Module) -> Any:
         target_modules=targets,
         task_type=None if is_in_tree else peft.TaskType.CAUSAL_LM,
     )
+
+
+def _linear_layers(model: Any) -> list[str]:
+    """Return the paths of all linear layers except the head. peft's own "all-linear" also replaces experts."""
+    from transformers.pytorch_utils import Conv1D
+
+    head, kinds = model.get_output_embeddings(), (nn.Linear, Conv1D)
+    return [path for path, part in model.named_modules() if isinstance(part, kinds) and part is not head]
 
 
 def with_adapters(model: nn.Module, config: Any, seed: int, device: torch.device) -> Any:
