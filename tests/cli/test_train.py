@@ -159,7 +159,7 @@ def bad_data(tmp_path: Path) -> Path:
     (tmp_path / "bad.jsonl").write_text('{"text": "fine"}\n{"txt": 1}\nnot json\n')
     (tmp_path / "short.txt").write_text("too short")
     (tmp_path / "latin.txt").write_bytes(b"caf\xe9" * 100)
-    (tmp_path / "data.csv").write_text("a,b")
+    (tmp_path / "data.xlsx").write_text("a,b")
     row = json.dumps({"prompt": "long " * 100, "completion": "no"})
     (tmp_path / "long.jsonl").write_text(f"{row}\n" * 40)
     (tmp_path / "wide.bin").write_bytes(b"".join(number.to_bytes(4, "little") for number in range(1000)))
@@ -185,7 +185,7 @@ BAD: dict[str, tuple[int, str]] = {
     "--train-file bad.jsonl --max-bad-rows 1": (2, "bad.jsonl"),
     "--train-file short.txt": (2, "seq_length 128 is longer than the training data"),
     "--train-file latin.txt": (2, "not UTF-8"),
-    "--train-file data.csv": (2, "unknown kind '.csv'"),
+    "--train-file data.xlsx": (2, "an unknown kind"),
     "--dataset ./nowhere": (2, "dataset ./nowhere"),
     "--model nowhere/": (2, "no such folder"),
     "--model pickled": (2, "pickled weights only"),

@@ -14,6 +14,7 @@ from ..version import VERSION
 from .bench import app as bench
 from .check import check
 from .convert import convert, export
+from .data import data
 from .doctor import app as doctor
 from .inspect import inspect, verify
 from .plan import plan
@@ -54,6 +55,7 @@ def _commands(
 
 app.command()(plan)
 app.command(cls=TrainCommand)(train)
+app.command()(data)
 app.command()(report)
 app.add_typer(bench, name="bench")
 app.command()(generate)

@@ -142,7 +142,7 @@ def check_all(settings: Settings, num_ranks: int) -> Checked:
         raise ConfigurationError(
             f"model {settings.model}: no data is named: give --train-file or --dataset (in-tree shapes have a default)"
         )
-    tokenizer = tokenizer_for(facts.tokenizer)
+    tokenizer = tokenizer_for(facts.tokenizer, facts.chat_template)
     require_vocabulary(facts, tokenizer.vocab_size)
     seq_length = settings.seq_length or min(facts.max_seq, DEFAULT_SEQ_LENGTH)
     if seq_length > facts.max_seq:

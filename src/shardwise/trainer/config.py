@@ -63,7 +63,10 @@ FROM_KUBERNETES = re.compile(r"_(SERVICE_HOST|SERVICE_PORT|PORT)(_|$)")
 # Maximum nesting of a value, such as a mapping that contains lists.
 DEPTH = 2
 FALSE = ("none", "false", "0", "no", "off", "f", "n")
-WANTED = {bool: "true or false", int: "a whole number", float: "a number", tuple: "a list", str: "a text"}
+WANTED = {
+    bool: "true or false", int: "a whole number", float: "a number", str: "a text",
+    tuple[float, ...]: "a list of numbers", tuple: "a list of texts",
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +144,7 @@ def schema() -> dict[str, Any]:
     limits = {"minimum": "least", "maximum": "most", "exclusiveMinimum": "above", "exclusiveMaximum": "below"}
     size = {"type": "integer", "minimum": 1}
     sizes = {part: {"type": "boolean"} if part == "tied" else size for part in PARTS["shape"]}
+    parts = {"shape": sizes, "columns": {name: {"type": "string"} for name in COLUMNS}}
     for key, entry in FIELDS.items():
         about = found["properties"][key]
         about.pop("title", None)
@@ -155,8 +159,8 @@ def schema() -> dict[str, Any]:
             del about["type"]
         elif key == "nnodes":
             about["type"] = ["string", "integer"]
-        elif key == "shape":
-            about = {"type": "object", "properties": sizes, "additionalProperties": False, "default": {}}
+        elif key in parts:
+            about = {"type": "object", "properties": parts[key], "additionalProperties": False, "default": {}}
         found["properties"][key] = {**about, "description": entry.metadata["help"]}
     for part in (found, found["$defs"]["Lora"]):
         part["additionalProperties"] = False
@@ -395,7 +399,7 @@ def _wrong(place: tuple[Any, ...], value: Any, origins: Mapping[str, list[str]])
     elif key in PARTS and path == key:
         wanted = "a mapping" if PARTS[key] else "a name or a mapping from patterns to names"
     else:
-        wanted = WANTED[next(part for part in (get_origin(kind), kind, *get_args(kind)) if part in WANTED)]
+        wanted = WANTED[next(part for part in (kind, get_origin(kind), *get_args(kind)) if part in WANTED)]
     return ConfigurationError(f"{path}: {shown} ({'; '.join(origins[path])}) is not {wanted}")
 
 

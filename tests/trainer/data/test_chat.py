@@ -8,6 +8,7 @@ import pytest
 
 from shardwise.base.errors import ConfigurationError
 from shardwise.trainer.data.tokenizer import BYTES, Tokenizer, tokenizer_for
+from tests.trainer.data import templates
 from tests.trainer.data.conftest import CHATML
 
 CHAT = [
@@ -95,12 +96,122 @@ def test_a_template_that_opens_the_answer_when_it_asks(bpe_folder: Callable[...,
     assert [text for text, trained in said(tokenizer, CHAT) if trained] == ["It is 4.<|im_end|>\n", "6<|im_end|>\n"]
 
 
-def test_a_template_in_which_answers_cannot_be_found(bpe_folder: Callable[..., Path]) -> None:
-    tokenizer = tokenizer_for(
-        str(bpe_folder("{{ messages | length }}{% for m in messages %}{{ m.content }}{% endfor %}"))
-    )
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% for m in messages %}{{ m.content | reverse }}{% endfor %}",
+        "{% for m in messages %}{{ m.text }}{% endfor %}",
+        "{{ messages[-1].content }}",
+        "{% for m in messages %}{{ m.content }}{{ '.' if loop.last else ';' }}{% endfor %}",
+    ],
+)
+def test_a_template_in_which_answers_cannot_be_found(bpe_folder: Callable[..., Path], template: str) -> None:
+    tokenizer = tokenizer_for(str(bpe_folder(template)))
     with pytest.raises(ConfigurationError, match="renders message 3 differently when more messages follow"):
         tokenizer.render(CHAT)
+
+
+CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+TOOLS: list[Any] = [{"type": "function", "function": {"name": "add"}}]
+CALLED: list[dict[str, Any]] = [
+    CHAT[1],
+    {"role": "assistant", "content": "", "tool_calls": [CALL]},
+    {"role": "tool", "content": "4"},
+    CHAT[2],
+    CHAT[3],
+    CHAT[4],
+]
+THOUGHT = {"role": "assistant", "content": "<think>\nhm\n</think>\n\nIt is 4."}
+
+
+@pytest.mark.parametrize(
+    ("template", "chat", "trained"),
+    [
+        (templates.CHATML, CHAT, ["It is 4.<|im_end|>\n", "6<|im_end|>\n"]),
+        (templates.LLAMA3, CHAT, ["It is 4.<|eot_id|>", "6<|eot_id|>"]),
+        (
+            templates.LLAMA3,
+            CALLED,
+            ['{"name": "add", "parameters": {"a": 1}}<|eot_id|>', "It is 4.<|eot_id|>", "6<|eot_id|>"],
+        ),
+        (templates.MISTRAL, CHAT, [" It is 4.</s>", " 6</s>"]),
+        (templates.MISTRAL, CALLED[:4], ['[TOOL_CALLS] [{"name": "add", "arguments": {"a": 1}}]</s>', " It is 4.</s>"]),
+        (templates.GEMMA, CHAT, ["It is 4.<end_of_turn>\n", "6<end_of_turn>\n"]),
+        (templates.QWEN3, CHAT, ["It is 4.<|im_end|>\n", "<think>\n\n</think>\n\n6<|im_end|>\n"]),
+        (templates.QWEN3, [CHAT[1], THOUGHT], ["<think>\nhm\n</think>\n\nIt is 4.<|im_end|>\n"]),
+        (
+            templates.QWEN3,
+            [CHAT[1], THOUGHT, *CHAT[3:]],
+            ["It is 4.<|im_end|>\n", "<think>\n\n</think>\n\n6<|im_end|>\n"],
+        ),
+        (
+            templates.QWEN3,
+            CALLED,
+            [
+                '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call><|im_end|>\n',
+                "It is 4.<|im_end|>\n",
+                "<think>\n\n</think>\n\n6<|im_end|>\n",
+            ],
+        ),
+        (templates.TAGGED, CHAT, ["It is 4.<|end|>", "6<|return|>"]),
+        (
+            templates.CHATML,
+            [{**message, "train": message["role"] == "user"} for message in CHAT],
+            ["What is 2 + 2?<|im_end|>\n", "And 3 + 3?<|im_end|>\n"],
+        ),
+        (templates.QWEN3, [CHAT[1], {**THOUGHT, "train": False}, *CHAT[3:]], ["<think>\n\n</think>\n\n6<|im_end|>\n"]),
+        (
+            templates.QWEN3,
+            [{**message, "train": message["role"] == "tool"} for message in CALLED],
+            ["4\n</tool_response><|im_end|>\n"],
+        ),
+        (templates.TAGGED, [*CHAT[:2], {**CHAT[2], "train": False}, *CHAT[3:]], ["6<|return|>"]),
+    ],
+)
+def test_templates_of_families(bpe_folder: Callable[..., Path], template: str, chat: Any, trained: list[str]) -> None:
+    from transformers import AutoTokenizer
+
+    folder = bpe_folder(template, bos_token="<s>")
+    tokenizer = tokenizer_for(str(folder))
+    raw: Any = AutoTokenizer.from_pretrained(folder)
+    segments = tokenizer.render(chat, TOOLS if chat in (CALLED, CALLED[:4]) else ())
+    assert [raw.decode(ids) for ids, is_trained in segments if is_trained] == trained
+    plain = [{key: value for key, value in message.items() if key != "train"} for message in chat]
+    tools = TOOLS if chat in (CALLED, CALLED[:4]) else None
+    assert raw.decode([token for ids, _ in segments for token in ids]) == raw.apply_chat_template(
+        plain, tools=tools, tokenize=False
+    )
+
+
+def test_everything_may_be_trained_on(bpe_folder: Callable[..., Path]) -> None:
+    everything = [{**message, "train": True} for message in CHAT]
+    for tokenizer in (BYTES, tokenizer_for(str(bpe_folder(templates.GEMMA)))):
+        assert all(is_trained for _, is_trained in tokenizer.render(everything))
+
+
+def test_tools_that_a_template_leaves_out(bpe_folder: Callable[..., Path]) -> None:
+    tokenizer = tokenizer_for(str(bpe_folder(templates.CHATML)))
+    cases: list[Any] = [(CALLED, ()), (CHAT, TOOLS)]
+    for chat, tools in cases:
+        with pytest.raises(ConfigurationError, match="the chat template leaves out tools or their calls"):
+            tokenizer.render(chat, tools)
+        with pytest.raises(ConfigurationError, match="tokenizer bytes has no chat template, so tool calls cannot"):
+            BYTES.render(chat, tools)
+
+
+def test_a_template_from_a_file(tmp_path: Path, bpe_folder: Callable[..., Path]) -> None:
+    folder, file = str(bpe_folder(templates.CHATML)), tmp_path / "gemma.jinja"
+    file.write_text(templates.GEMMA)
+    tokenizer = tokenizer_for(folder, str(file))
+    assert tokenizer.question("hi")[0] == "<start_of_turn>user\nhi<end_of_turn>\n<start_of_turn>model\n"
+    assert tokenizer.fingerprint() != tokenizer_for(folder).fingerprint()
+    with pytest.raises(ConfigurationError, match=r"none\.jinja cannot be read"):
+        tokenizer_for(folder, str(tmp_path / "none.jinja"))
+    with pytest.raises(ConfigurationError, match=r"chat_template .*: tokenizer bytes has its own"):
+        tokenizer_for("bytes", str(file))
+    file.write_text("{% for")
+    with pytest.raises(ConfigurationError, match=r"the chat template of .*gemma\.jinja failed"):
+        tokenizer_for(folder, str(file)).render(CHAT)
 
 
 def test_what_a_template_refuses(bpe_folder: Callable[..., Path]) -> None:

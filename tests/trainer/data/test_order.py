@@ -49,3 +49,25 @@ def test_the_order_never_changes() -> None:
     """A checkpoint holds a position only, so a resume by a later version must find the same order."""
     assert list(order.endless(0, 0, 8, 8)) == [2, 1, 5, 0, 4, 6, 7, 3]
     assert order.permuted(123_456_789, 10**9, order.key("split", 7)) == 766950283
+
+
+def test_sources_with_weights() -> None:
+    """Every epoch has the exact shares; a source begins again only when all of its samples were there."""
+    counts, draws = [10, 6], order.shares([0.25, 0.75], 16)
+    assert draws == (4, 12)
+    seen = list(order.mixed(3, 0, 16 * 5, counts, draws))
+    assert list(order.mixed(3, 37, 20, counts, draws)) == seen[37:57]
+    first = [sample for sample in seen if sample < 10]
+    second = [sample for sample in seen if sample >= 10]
+    for epoch in range(5):
+        assert sum(sample < 10 for sample in seen[16 * epoch : 16 * epoch + 16]) == 4
+    assert len(first) == 20
+    assert {*first[:12]} == {*range(10)}  # 4 + 4 + 4 draws end the first pass
+    assert [first.count(sample) for sample in range(10)] == [2] * 10
+    assert [second.count(sample) for sample in range(10, 16)] == [10] * 6
+
+
+def test_shares_are_exact() -> None:
+    assert order.shares([1, 1, 1], 10) == (4, 3, 3)
+    assert order.shares([0.7, 0.2, 0.1], 1000) == (700, 200, 100)
+    assert order.shares([1e-9, 1], 7) == (0, 7)

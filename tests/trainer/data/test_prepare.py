@@ -68,13 +68,15 @@ def test_numbers_are_as_wide_as_the_vocabulary_needs(tmp_path: Path) -> None:
 
 def test_files_of_several_kinds(tmp_path: Path, write_rows: Callable[..., str]) -> None:
     (tmp_path / "a.txt").write_text("one\ntwo")
-    rows = write_rows(
-        {"text": "three"},
-        {"prompt": "p", "completion": "c"},
-        {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]},
-        {"messages": [{"role": "assistant", "content": "a"}, {"role": "user", "content": "q"}]},
-    )
-    made = prepared(tmp_path, train_file=(str(tmp_path / "a.txt"), rows), eval_file=(str(tmp_path / "a.txt"),))
+    rows = [
+        write_rows({"text": "three"}, name="three.jsonl"),
+        write_rows({"prompt": "p", "completion": "c"}, name="pairs.jsonl"),
+        write_rows(
+            {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]},
+            {"messages": [{"role": "assistant", "content": "a"}, {"role": "user", "content": "q"}]},
+        ),
+    ]
+    made = prepared(tmp_path, train_file=(str(tmp_path / "a.txt"), *rows), eval_file=(str(tmp_path / "a.txt"),))
     assert documents(made.train[0]) == [
         "<one\ntwo|>",
         "<three|>",
@@ -146,7 +148,8 @@ def test_text_is_stored_as_it_is_for_any_model(tmp_path: Path, write_rows: Calla
 
 def test_copies_have_other_folders_and_the_same_digest(tmp_path: Path, write_rows: Callable[..., str]) -> None:
     rows = [
-        write_rows({"text": "one"}, {"prompt": "p", "completion": word}, name=word) for word in ("a.jsonl", "b.jsonl")
+        write_rows({"prompt": "o", "completion": "ne"}, {"prompt": "p", "completion": word}, name=word)
+        for word in ("a.jsonl", "b.jsonl")
     ]
     first, other = (prepared(tmp_path, train_file=(row,), eval_file=(rows[1],)) for row in rows)
     assert first.eval is not None
@@ -240,9 +243,9 @@ def test_memory_does_not_grow_with_the_file(tmp_path: Path) -> None:
         ("missing.txt", None, r"train_file .*missing\.txt: no such file"),
         ("empty.txt", b"", r"empty\.txt: is empty"),
         (
-            "table.csv",
+            "table.xlsx",
             b"a,b",
-            r"table\.csv: unknown kind '\.csv'; known: \.txt \(text\), \.md \(text\), \.jsonl \(rows\), \.bin \(tok",
+            r"table\.xlsx: an unknown kind; known: \.txt, \.md, \.jsonl, \.json, \.csv, \.tsv, \.parquet, \.bin",
         ),
         ("latin.txt", b"caf\xe9 au lait", r"latin\.txt: not UTF-8 text: byte 3 is 0xe9"),
         ("mark.txt", b"\xef", r"mark\.txt: not UTF-8 text: byte 0 is 0xef"),  # the begin of a byte order mark
@@ -261,7 +264,7 @@ def test_data_that_cannot_be_used(tmp_path: Path, name: str, content: bytes | No
 
 
 def test_folders_and_mixtures_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match="not a file"):
+    with pytest.raises(ConfigurationError, match="no file of a known kind is there"):
         prepared(tmp_path, train_file=(str(tmp_path),))
     (tmp_path / "a.txt").write_text("a")
     (tmp_path / "a.bin").write_bytes(b"aa")

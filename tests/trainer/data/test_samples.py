@@ -3,6 +3,7 @@
 import math
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwise.base.errors import ConfigurationError
+from shardwise.trainer.checks import require_targets
 from shardwise.trainer.data.prepare import Prepared, prepare
 from shardwise.trainer.data.samples import Batch, Samples, open_samples, unigram_entropy
 from shardwise.trainer.data.token_store import Writer, open_store
@@ -19,7 +21,7 @@ from shardwise.trainer.data.tokenizer import BYTES
 from shardwise.trainer.settings import Settings
 
 END = BYTES.end_id
-FACTS = {"bad_rows": [], "num_bad_rows": 0, "is_rows": False}
+FACTS = {"bad_rows": [], "num_bad_rows": 0, "is_rows": False, "is_pairs": False}
 
 
 def stored(folder: Path, documents: list[list[int]]) -> Prepared:
@@ -28,7 +30,7 @@ def stored(folder: Path, documents: list[list[int]]) -> Prepared:
             writer.add(document, True)
             writer.end_document()
         writer.finish(FACTS)
-    return Prepared(open_store(folder), None)
+    return Prepared((open_store(folder),), None)
 
 
 def opened(prepared: Prepared, seq_length: int, **chosen: Any) -> tuple[Samples, Samples | None]:
@@ -251,7 +253,7 @@ def rows_stored(folder: Path, rows: list[tuple[str, str]]) -> Prepared:
             writer.add(list(completion.encode()), True)
             writer.end_document()
         writer.finish({**FACTS, "is_rows": True})
-    return Prepared(open_store(folder), None)
+    return Prepared((open_store(folder),), None)
 
 
 def test_an_answer_is_never_without_its_question(tmp_path: Path) -> None:
@@ -275,10 +277,69 @@ def as_lists(samples: Samples) -> tuple[list[Any], list[Any], list[Any]]:
 
 
 def test_long_text_among_rows_goes_on_in_another_sample(tmp_path: Path, write_rows: Callable[..., str]) -> None:
-    rows = write_rows({"text": "abcdefghijklmnopq"}, {"prompt": "1", "completion": "2"})
-    prepared = prepare(Settings(train_file=(rows,)), BYTES, tmp_path / "cache", lambda _: None)
+    rows = write_rows({"text": "abcdefghijklmnopq"}), write_rows({"prompt": "1", "completion": "2"}, name="b.jsonl")
+    prepared = prepare(Settings(train_file=rows), BYTES, tmp_path / "cache", lambda _: None)
     said: list[str] = []
     samples, _ = open_samples(Settings(eval_fraction=0.0), BYTES, prepared, 8, said.append)
     _, targets, _ = as_lists(samples)
     assert sorted(t for row in targets for t in row if t != -100) == sorted([*b"bcdefghijklmnopq", END, *b"2", END])
     assert said == []
+
+
+def test_preference_rows_stay_together(tmp_path: Path, write_rows: Callable[..., str]) -> None:
+    """A sample has two rows: the chosen answer and the rejected one, after the same prompt."""
+    rows = write_rows(*({"prompt": f"{n}?", "chosen": "good" * n, "rejected": "bad"} for n in range(1, 9)))
+    prepared = prepare(Settings(train_file=(rows,)), BYTES, tmp_path / "cache", lambda _: None)
+    train, evaluated = opened(prepared, 12, eval_fraction=0.25)
+    assert evaluated is not None
+    assert (train.num_samples, evaluated.num_samples) == (6, 2)
+    seen = set()
+    for samples in (train, evaluated):
+        batch = samples.batch(range(samples.num_samples))
+        assert (batch.rows_per_sample, batch.positions) == (2, None)
+        for chosen, rejected, targets in zip(batch.tokens[::2], batch.tokens[1::2], batch.targets[::2], strict=True):
+            prompt = bytes(chosen[:2].tolist())
+            assert prompt == bytes(rejected[:2].tolist())
+            assert targets[0] == -100
+            seen.add(prompt)
+            number = int(prompt[:1])
+            answer = [*(b"good" * number), END][:11]
+            assert [target for target in targets.tolist() if target != -100] == answer
+            assert rejected[2:6].tolist() == [*b"bad", END]
+        only = batch.with_first_targets(1).targets
+        assert torch.equal(only[:2], batch.targets[:2])
+        assert (only[2:] == -100).all()
+    assert len(seen) == 8
+    with pytest.raises(ConfigurationError, match="preference rows"):
+        require_targets(train, lambda _: None)
+
+
+def test_preference_rows_among_others_are_refused(tmp_path: Path, write_rows: Callable[..., str]) -> None:
+    pairs = write_rows({"prompt": "p", "chosen": "c", "rejected": "r"})
+    other = write_rows({"text": "t"}, name="other.jsonl")
+    for mixed in (
+        Settings(train_file=(pairs, other)),
+        Settings(train_file=(pairs, other), data_weights=(1.0, 1.0)),
+        Settings(train_file=(other,), eval_file=(pairs,)),
+    ):
+        with pytest.raises(ConfigurationError, match="preference rows"):
+            prepare(mixed, BYTES, tmp_path / "cache", lambda _: None)
+
+
+def test_sources_with_weights(tmp_path: Path, write_rows: Callable[..., str]) -> None:
+    names = [write_rows(*({"text": letter * 3} for _ in range(30)), name=f"{letter}.jsonl") for letter in "ab"]
+    chosen = Settings(train_file=tuple(names), data_weights=(3.0, 1.0), packing="padded", eval_fraction=0.1)
+    prepared = prepare(chosen, BYTES, tmp_path / "cache", lambda _: None)
+    train, evaluated = open_samples(chosen, BYTES, prepared, 4, lambda _: None)
+    assert evaluated is not None
+    assert (train.num_samples, train.draws, train.passes) == (54, (41, 13), [41 / 27, 13 / 27])
+    assert evaluated.num_samples == 6
+    letters = [int(row[0]) for row in evaluated.batch(evaluated.spread(2)).tokens]
+    assert letters == [*b"ab"]
+    epoch = train.batch(train.order(54, 54)).tokens[:, 0].tolist()
+    assert (epoch.count(ord("a")), epoch.count(ord("b"))) == (41, 13)
+    assert unigram_entropy(train) == pytest.approx(
+        -sum(share * math.log(share) for share in (41 * 3 / 216, 13 * 3 / 216, 0.25))
+    )
+    with pytest.raises(ConfigurationError, match="data_weights has 2 numbers for 1 sources"):
+        prepare(replace(chosen, train_file=(names[0],)), BYTES, tmp_path / "cache", lambda _: None)

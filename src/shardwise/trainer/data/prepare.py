@@ -11,6 +11,7 @@ call the same function to find it.
 import hashlib
 import json
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -20,7 +21,7 @@ from typing import Any
 
 from ...base.errors import ConfigurationError
 from ..settings import Settings
-from .rows import Document, Reading
+from .rows import PREFERENCE, Document, Reading
 from .sources import TOKENS, find_files, kind_of, load_dataset, manual, read, read_dataset
 from .token_store import Store, Writer, adopt, is_store, open_store
 from .tokenizer import Segments, Tokenizer
@@ -51,6 +52,7 @@ class _Input:
     identity: list[Any]  # for the hash that names the store's folder
     token_files: tuple[Path, ...]  # .bin files, which are used in place; () for text and rows
     documents: Iterable[Document]  # of text and rows, read lazily; not used for token files
+    reading: Reading
 
 
 def prepare(
@@ -68,7 +70,11 @@ def prepare(
     prepared = Prepared(train, _prepare(evaluated, settings, tokenizer, limit, folder, say) if evaluated else None)
     kinds = {store.facts["is_pairs"] for store in (*train, *filter(None, [prepared.eval]))}
     if len(kinds) > 1:
-        raise ConfigurationError("some of the data are preference rows (chosen, rejected) and some are not: leave one out")
+        raise ConfigurationError(
+            "some of the data are preference rows (chosen, rejected) and some are not: leave one out"
+        )
+    for name in settings.columns.keys() - {name for store in train for name in store.facts["columns"]}:
+        raise ConfigurationError(f"columns.{name}: no row of the training data has {settings.columns[name]!r}")
     return prepared
 
 
@@ -85,7 +91,7 @@ def _train_inputs(settings: Settings, reading: Reading) -> list[_Input]:
         return [_file_input("train_file", group, settings, reading) for group in groups]
     topics = manual()
     name = "the embedded text"
-    return [_Input(name, [topics], (), [Document(name, ((topic, True),)) for topic in topics])]
+    return [_Input(name, [topics], (), [Document(name, ((topic, True),)) for topic in topics], reading)]
 
 
 def _dataset_input(names: Sequence[str], settings: Settings, reading: Reading) -> _Input:
@@ -94,7 +100,7 @@ def _dataset_input(names: Sequence[str], settings: Settings, reading: Reading) -
     files = [[Path(entry["filename"]) for entry in dataset.cache_files] for _, dataset in opened]
     parts = [[name, len(each), *map(_identity, found)] for (name, each), found in zip(opened, files, strict=True)]
     documents = chain.from_iterable(read_dataset(dataset, name, reading) for name, dataset in opened)
-    return _Input(f"dataset {', '.join(names)}", [settings.dataset_split, parts, reading], (), documents)
+    return _Input(f"dataset {', '.join(names)}", [settings.dataset_split, parts], (), documents, reading)
 
 
 def _file_input(setting: str, names: Sequence[str], settings: Settings, reading: Reading) -> _Input:
@@ -108,8 +114,9 @@ def _file_input(setting: str, names: Sequence[str], settings: Settings, reading:
     token_files = tuple(path for path in paths if kind_of(path)[0] == TOKENS)
     if token_files not in ((), tuple(paths)):
         raise ConfigurationError(f"{what}: token files cannot be mixed with text or rows")
-    identity = [settings.token_dtype if token_files else reading, *map(_identity, paths)]
-    return _Input(what, identity, token_files, chain.from_iterable(read(path, reading) for path in paths))
+    identity = [settings.token_dtype if token_files else None, *map(_identity, paths)]
+    documents = chain.from_iterable(read(path, reading) for path in paths)
+    return _Input(what, identity, token_files, documents, reading)
 
 
 def _identity(path: Path) -> list[Any]:
@@ -121,7 +128,8 @@ def _prepare(given: _Input, settings: Settings, tokenizer: Tokenizer, limit: int
     """Write the store of an input, unless it exists, and open it."""
     # The ids of token files were compared with the limit, so their store is valid for this limit only.
     largest = limit if given.token_files else tokenizer.vocab_size
-    decides = [_FORMAT, given.identity, tokenizer.fingerprint(), largest, tokenizer.end_id]
+    read_as = None if given.token_files else [given.reading.columns, given.reading.roles]
+    decides = [_FORMAT, given.identity, read_as, tokenizer.fingerprint(), largest, tokenizer.end_id]
     target = folder / hashlib.sha256(json.dumps(decides).encode()).hexdigest()[:16]
     try:
         if not is_store(target):
@@ -145,13 +153,13 @@ def _prepare(given: _Input, settings: Settings, tokenizer: Tokenizer, limit: int
 def _write(folder: Path, given: _Input, settings: Settings, tokenizer: Tokenizer, limit: int, say: Say) -> None:
     if given.token_files:
         say(f"reading through {given.what}: documents end with token {tokenizer.end_id} of tokenizer {tokenizer.name}")
-        facts = {"bad_rows": [], "num_bad_rows": 0, "is_rows": False, "is_pairs": False}
+        facts = {"bad_rows": [], "num_bad_rows": 0, "is_rows": False, "is_pairs": False, "formats": {}, "columns": []}
         adopt(folder, given.token_files, settings.token_dtype, limit, tokenizer.end_id, facts)
         return
     bad: list[str] = []
     num_bad = 0
     is_rows = has_chats = False
-    num_alone = num_pairs = 0
+    forms: Counter[str] = Counter()
     began = said = time.monotonic()
     # The dtype depends on the tokenizer, not on the model, so that the digest does not depend on the model.
     dtype = "uint16" if tokenizer.vocab_size <= 2**16 else "uint32"
@@ -173,16 +181,19 @@ def _write(folder: Path, given: _Input, settings: Settings, tokenizer: Tokenizer
                 if document.is_last:
                     writer.end_document()
             is_rows = is_rows or document.is_row
-            num_pairs, num_alone = num_pairs + (len(segments) == 2), num_alone + (len(segments) == 1)
-            if num_pairs and num_alone:
-                raise ConfigurationError(f"{document.where}: preference rows cannot be mixed with other rows in one run")
+            forms[document.form] += document.is_last
+            if len(forms) > 1 and PREFERENCE in forms:
+                raise ConfigurationError(
+                    f"{document.where}: preference rows cannot be mixed with other data in one run"
+                )
             if time.monotonic() - said > _SECONDS_BETWEEN_LINES:
                 said = time.monotonic()
                 say(f"tokenising {given.what}: {writer.num_tokens:,} tokens so far")
         if writer.num_documents == 0:
             first = f": none of its {num_bad} rows can be read, the first {bad[0]}" if bad else " holds no document"
             raise ConfigurationError(f"{given.what}{first}")
-        writer.finish({"bad_rows": bad, "num_bad_rows": num_bad, "is_rows": is_rows, "is_pairs": num_pairs > 0})
+        facts = {"bad_rows": bad, "num_bad_rows": num_bad, "is_rows": is_rows, "is_pairs": PREFERENCE in forms}
+        writer.finish({**facts, "formats": forms, "columns": sorted(given.reading.renamed)})
         totals = f"{writer.num_documents:,} documents, {writer.num_tokens:,} tokens"
         say(f"tokenised {given.what}: {totals} in {time.monotonic() - began:.1f} s")
 

@@ -11,17 +11,19 @@ tool calls as objects. `train` in a message says whether it is trained on; witho
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from ...base.errors import ConfigurationError
 
 ANSWERING = "assistant"
 ROLES = {
+    "user": "user", ANSWERING: ANSWERING, "system": "system", "tool": "tool",
     "human": "user", "gpt": ANSWERING, "chatgpt": ANSWERING, "model": ANSWERING, "bot": ANSWERING,
     "function_call": ANSWERING, "observation": "tool", "function_response": "tool", "function": "tool",
     "developer": "system",
 }  # fmt: skip
+PREFERENCE = "preference (chosen, rejected)"
 CHATS = ("messages", "conversations", "conversation")
 COLUMNS = (
     "text", "messages", "tools", "prompt", "completion", "instruction", "input", "output", "system", "history",
@@ -40,6 +42,7 @@ class Document:
     problem: str = ""
     tools: Sequence[Mapping[str, Any]] = ()  # that a chat may call
     rejected: "Document | None" = None  # of a preference row: this document has the chosen answer, that one the other
+    form: str = field(default="text", compare=False)  # name of the format
 
     @property
     def is_row(self) -> bool:
@@ -57,11 +60,18 @@ class Document:
         return said or [text for text, _ in self.texts]
 
 
-class Reading(NamedTuple):
-    """How rows are read: our names of columns with those in the files, and the roles that are trained on."""
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """How rows are read."""
 
-    columns: Mapping[str, str] = {}  # noqa: RUF012  never changed
-    roles: Sequence[str] = (ANSWERING,)
+    columns: Mapping[str, str] = field(default_factory=dict)  # our names, and the names in the files
+    roles: Sequence[str] = (ANSWERING,)  # that are trained on
+    renamed: set[str] = field(default_factory=set)  # our names of the columns that were there
+
+    def rename(self, row: Mapping[str, Any]) -> Mapping[str, Any]:
+        given = {ours: row[theirs] for ours, theirs in self.columns.items() if theirs in row}
+        self.renamed.update(given)
+        return {**{key: row[key] for key in row if key not in self.columns.values()}, **given} if given else row
 
 
 class Row(NamedTuple):
@@ -77,73 +87,53 @@ class Format(NamedTuple):
 
 
 def from_rows(rows: Iterable[Row], reading: Reading) -> Iterator[Document]:
-    """Yield the documents of one file. Raise if a row has another format than the first usable one."""
-    first: tuple[Format, str] | None = None
+    """Yield the documents of one file. Raise if a usable row has another format than the first one."""
+    first = None
     for where, row, problem in rows:
-        form = None
-        document = Document(where, problem=problem or _why_not(row))
+        document = Document(where, problem=problem) if problem else _read(row, reading, where)
         if not document.problem:
-            row = _renamed(row, reading.columns)
-            form = next((form for form in FORMATS if any(row.get(key) is not None for key in form.columns)), None)
-            document = _read(row, form, reading, where)
-        if form is not None and first is not None and form is not first[0]:
-            raise ConfigurationError(
-                f"{where}: a row of the format {form.name}, but {first[1]} is of the format {first[0].name}: make one "
-                "file of each format"
-            )
-        if form is not None and first is None and not document.problem:
-            first = form, where
+            first = first or document
+            if document.form != first.form:
+                raise ConfigurationError(
+                    f"{where}: a row of the format {document.form}, but {first.where} is of the format {first.form}: "
+                    "make one file of each format"
+                )
         yield document
 
 
-def _why_not(row: Any) -> str:
-    return "" if isinstance(row, Mapping) else f"a JSON {type(row).__name__}, but a row must be an object"
-
-
-def _renamed(row: Mapping[str, Any], columns: Mapping[str, str]) -> Mapping[str, Any]:
-    given = {ours: row[theirs] for ours, theirs in columns.items() if theirs in row}
-    return {**{key: value for key, value in row.items() if key not in columns.values()}, **given} if given else row
-
-
-def _read(row: Mapping[str, Any], form: Format | None, reading: Reading, where: str) -> Document:
+def _read(row: Any, reading: Reading, where: str) -> Document:
     try:
+        if not isinstance(row, Mapping):
+            raise ValueError(f"a JSON {type(row).__name__}, but a row must be an object")
+        row = reading.rename(row)
+        form = next((form for form in FORMATS if any(row.get(key) is not None for key in form.columns)), None)
         if form is None:
             keys = ", ".join(map(str, row)) or "none"
             wanted = "text, prompt and completion, messages, instruction and output, or chosen and rejected"
             raise ValueError(f"has the keys {keys}, but needs {wanted} (--columns gives other names)")
         document = form.read(row, reading, where)
-        for side in document.sides:
-            "".join(side.all_texts).encode()
+        "".join(text for side in document.sides for text in side.all_texts).encode()
     except UnicodeEncodeError:  # JSON can express a lone surrogate, but no tokenizer accepts it
         return Document(where, problem="half a surrogate pair, which is not a character")
     except ValueError as error:
         return Document(where, problem=str(error))
-    return document
+    return replace(document, form=form.name)
 
 
 # Formats
 
 
-def _text(row: Mapping[str, Any], reading: Reading, where: str) -> Document:
-    return Document(where, ((_string(row, "text"), True),))
-
-
 def _completion(row: Mapping[str, Any], reading: Reading, where: str) -> Document:
     """Strings are text without a chat template, as in TRL; lists of messages are a chat."""
-    prompt, completion = row.get("prompt"), row["completion"]
-    if prompt is None:
-        raise ValueError(f"has the keys {', '.join(map(str, row))}, but needs prompt and completion")
+    prompt, completion, roles = row.get("prompt"), row["completion"], {*reading.roles}
     if isinstance(prompt, list) or isinstance(completion, list):
         question = _messages(prompt, "prompt", reading, "user") if prompt else []
-        answer = _messages(completion, "completion", reading, ANSWERING)
-        return _chat([*_untrained(question), *answer], row, reading, where)
-    is_trained = "all" in reading.roles or "user" in reading.roles
-    prompt = _string(row, "prompt", may_be_empty=True)
-    return Document(where, ((prompt, is_trained), (_string(row, "completion"), True)))
-
-
-def _conversation(row: Mapping[str, Any], reading: Reading, where: str) -> Document:
-    return _chat(_question(row, reading), row, reading, where)
+        question = question if roles & {"user", "system", "all"} else _untrained(question)
+        return _chat([*question, *_messages(completion, "completion", reading, ANSWERING)], row, reading, where)
+    parts = ((_string(row, "prompt", True), {"user", "all"}), (_string(row, "completion"), {ANSWERING, "last", "all"}))
+    if not roles & {"user", ANSWERING, "last", "all"}:
+        raise ValueError(f"has a prompt and a completion, but nothing of {' or '.join(reading.roles)}")
+    return Document(where, tuple((text, bool(roles & of)) for text, of in parts))
 
 
 def _instruction(row: Mapping[str, Any], reading: Reading, where: str) -> Document:
@@ -181,21 +171,23 @@ def _texts_compared(chosen: str, rejected: str, row: Mapping[str, Any], where: s
     if row.get("prompt") is not None:
         prompt = _string(row, "prompt", may_be_empty=True)
     else:
+        if chosen == rejected:
+            raise ValueError("chosen and rejected are equal, so it is unknown where the answers begin")
         shared = os.path.commonprefix([chosen, rejected])  # noqa: RUF071  of texts, not of paths
         prompt = shared[: max(shared.rfind(" "), shared.rfind("\n") + 1, 0)]
         chosen, rejected = chosen[len(prompt) :], rejected[len(prompt) :]
     if not chosen.strip() or not rejected.strip():
-        raise ValueError("chosen or rejected is empty after what both begin with")
+        raise ValueError("chosen or rejected is empty")
     other = Document(where, ((prompt, False), (rejected, True)))
     return Document(where, ((prompt, False), (chosen, True)), rejected=other)
 
 
 FORMATS = (
-    Format("preference (chosen, rejected)", ("chosen", "rejected"), _preference),
-    Format("messages", CHATS, _conversation),
+    Format(PREFERENCE, ("chosen", "rejected"), _preference),
+    Format("messages", CHATS, lambda row, reading, where: _chat(_question(row, reading), row, reading, where)),
     Format("instruction, output", ("instruction",), _instruction),
     Format("prompt, completion", ("completion",), _completion),
-    Format("text", ("text",), _text),
+    Format("text", ("text",), lambda row, _, where: Document(where, ((_string(row, "text"), True),))),
 )
 
 
@@ -234,14 +226,14 @@ def _question(row: Mapping[str, Any], reading: Reading) -> list[dict[str, Any]]:
 def _chat(messages: list[dict[str, Any]], row: Mapping[str, Any], reading: Reading, where: str) -> Document:
     """Mark the messages that are trained on: those with a mark of their own, else those of the roles."""
     answers = [index for index, message in enumerate(messages) if message["role"] == ANSWERING]
-    roles = reading.roles
+    roles, has_targets = reading.roles, False
     for index, message in enumerate(messages):
         by_role = message["role"] in roles or "all" in roles or ("last" in roles and index in answers[-1:])
-        is_trained = message.get("train", by_role) and (bool(message["content"].strip()) or "tool_calls" in message)
-        message.pop("train", None)
+        is_trained = message.pop("train", by_role)
+        has_targets |= is_trained and (message["content"].strip() != "" or "tool_calls" in message)
         if is_trained != (message["role"] == ANSWERING):
             message["train"] = is_trained
-    if not any(message.get("train", message["role"] == ANSWERING) for message in messages):
+    if not has_targets:
         who = "the assistant" if {*roles} <= {ANSWERING, "last"} else " or ".join(roles)
         raise ValueError(f"no message of {who}, so there is nothing to train on")
     return Document(where, (), messages, tools=_tools(row))
@@ -264,7 +256,7 @@ def _messages(value: Any, name: str, reading: Reading, role: str) -> list[dict[s
 
 
 def _message(given: Any, number: int, reading: Reading) -> dict[str, Any]:
-    row = _renamed(given, reading.columns) if isinstance(given, Mapping) else {}
+    row = reading.rename(given) if isinstance(given, Mapping) else {}
     role, content = (row.get(ours, row.get(theirs)) for ours, theirs in (("role", "from"), ("content", "value")))
     message = {key: _whole(value) for key, value in row.items() if value is not None and key not in _READ}
     calls = [*_calls(row.get("tool_calls") or []), *_calls([row["function_call"]] if row.get("function_call") else [])]
@@ -276,14 +268,13 @@ def _message(given: Any, number: int, reading: Reading) -> dict[str, Any]:
         if other := [str(part.get("type")) for part in parts if not isinstance(part.get("text"), str)]:
             raise ValueError(f"message {number} has a part of type {other[0]}, but only text can be used")
         content = "".join(part["text"] for part in parts)
-    if content is None and calls:
-        content = ""
+    content = "" if content is None and calls else content
     if not isinstance(role, str) or not isinstance(content, str):
         raise ValueError(f"message {number} must have a role and a content that are strings")
     marks = [row[name] for name in _MARKS if row.get(name) is not None]
     if any(mark not in (0, 1) for mark in marks):
         raise ValueError(f"message {number}: weight, train or training is {marks[0]!r}, but must be 0 or 1")
-    message = {"role": ROLES.get(role, role), "content": content, **message}
+    message = {"role": ROLES.get(role.lower(), role), "content": content, **message}
     return {**message, **({"tool_calls": calls} if calls else {}), **({"train": all(marks)} if marks else {})}
 
 
@@ -292,7 +283,7 @@ _READ = {"role", "from", "content", "value", "tool_calls", "function_call", *_MA
 
 
 def _calls(given: Any) -> list[dict[str, Any]]:
-    """Return tool calls as chat templates expect them: the arguments are an object, also if they were written as JSON."""
+    """Return tool calls as chat templates expect them: arguments are an object, also if they were written as JSON."""
     calls = []
     for call in given if isinstance(given, list) else [given]:
         call = call if isinstance(call, Mapping) else {}
@@ -305,12 +296,12 @@ def _calls(given: Any) -> list[dict[str, Any]]:
     return calls
 
 
-def _tools(row: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+def _tools(row: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...]:
     tools = row.get("tools") or []
     tools = _from_json(tools) if isinstance(tools, str) else tools
     if not isinstance(tools, list) or not all(isinstance(tool, Mapping) for tool in tools):
         raise ValueError("tools must be a list of objects")
-    return [_whole(tool) for tool in tools]
+    return tuple(_whole(tool) for tool in tools)
 
 
 def _from_json(text: Any) -> Any:

@@ -26,9 +26,8 @@ from .rows import Document, Reading, Row, from_rows
 BYTE_ORDER_MARK = "\ufeff"
 PIECE_BYTES = 2**16  # small, so that a batch has many pieces for the cores to share
 MAX_ROW_BYTES = 64 * 2**20  # a longer line means that the file is of another kind
+MAX_JSON_BYTES = 2**29  # a .json file is parsed as a whole
 MAX_GROUP_BYTES = 4 * 2**30  # of a row group of Parquet, which is decoded as a whole
-# Text shrinks to a fifth or a tenth. A file that grows far more was made to fill a disk.
-MAX_GROWTH, FREE_GROWTH_BYTES = 200, 2**26
 
 
 def read(path: Path, reading: Reading) -> Iterator[Document]:
@@ -37,6 +36,8 @@ def read(path: Path, reading: Reading) -> Iterator[Document]:
         yield from read_text(path) if kind in TEXTS else from_rows(READERS[kind](path), reading)
     except UnicodeDecodeError as error:
         raise ConfigurationError(f"{path}: not UTF-8 text ({error.reason}); convert it with iconv") from error
+    except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:
+        raise ConfigurationError(f"{path}: cannot be read: {error}") from error
 
 
 def kind_of(path: Path) -> tuple[str, str]:
@@ -47,7 +48,7 @@ def kind_of(path: Path) -> tuple[str, str]:
 
 def is_known(path: Path) -> bool:
     kind, compression = kind_of(path)
-    return kind in TEXTS or (kind in READERS or kind == TOKENS) and not (compression and kind in (PARQUET, TOKENS))
+    return kind in {*TEXTS, *READERS, TOKENS} and not (compression and kind in (PARQUET, TOKENS))
 
 
 def find_files(name: str) -> list[Path]:
@@ -62,53 +63,28 @@ def find_files(name: str) -> list[Path]:
     elif path.exists() or not any(sign in name for sign in "*?["):
         found = [path]
     else:
-        found = sorted(file for file in map(Path, glob(str(path), recursive=True)) if file.is_file())
+        found = sorted(file for file in map(Path, glob(str(path), recursive=True)) if file.is_file())  # noqa: PTH207
     for file in found:
+        problem = "is empty" if file.is_file() and file.stat().st_size == 0 else ""
         if not file.is_file():
-            raise ValueError("not a file" if file.exists() else "no such file")
-        if not is_known(file):
+            problem = "not a file" if file.exists() else "no such file"
+        elif not is_known(file):
             known = ", ".join((*TEXTS, *READERS, TOKENS))
-            raise ValueError(f"{file.name} is of an unknown kind; known: {known}, all but the last two also compressed")
-        if file.stat().st_size == 0:
-            raise ValueError(f"{file.name if file != path else ''} is empty".strip())
+            problem = f"an unknown kind; known: {known}, all but the last two also compressed ({', '.join(OPENERS)})"
+        if problem:
+            raise ValueError(problem if file == path else f"{file.name}: {problem}")
     if not found:
         raise ValueError("no file of a known kind is there" if path.is_dir() else "no file matches")
     return found
 
 
-class _Decompressed(io.RawIOBase):
-    """A compressed file as it is read."""
-
-    def __init__(self, path: Path, file: BinaryIO) -> None:
-        self._path, self._file = path, file
-        self._left = MAX_GROWTH * path.stat().st_size + FREE_GROWTH_BYTES
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        try:
-            data = self._file.read(len(buffer))
-        except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:
-            raise ConfigurationError(f"{self._path}: cannot be decompressed ({error})") from error
-        self._left -= len(data)
-        if self._left < 0:
-            raise ConfigurationError(
-                f"{self._path}: grows to more than {MAX_GROWTH} times its size; if it is right, decompress it first"
-            )
-        buffer[: len(data)] = data
-        return len(data)
-
-
 def _opened(path: Path) -> BinaryIO:
-    _, compression = kind_of(path)
-    if not compression:
-        return path.open("rb")
-    return cast("BinaryIO", io.BufferedReader(_Decompressed(path, OPENERS[compression](path)), 2**16))
+    compression = kind_of(path)[1]
+    return cast("BinaryIO", OPENERS[compression](path) if compression else path.open("rb"))
 
 
-def _open_zst(path: Path) -> BinaryIO:
-    return cast("BinaryIO", import_library("pyarrow", str(path)).input_stream(str(path), compression="zstd"))
+def _open_zst(path: Path) -> Any:
+    return io.BufferedReader(import_library("pyarrow", str(path)).input_stream(str(path), compression="zstd"))
 
 
 def read_text(path: Path, piece_bytes: int = PIECE_BYTES) -> Iterator[Document]:
@@ -168,94 +144,29 @@ def json_lines(path: Path, max_row_bytes: int = MAX_ROW_BYTES) -> Iterator[Row]:
                 yield Row(where, None, f"not JSON ({error})")
 
 
-def json_file(path: Path, max_row_bytes: int = MAX_ROW_BYTES) -> Iterator[Row]:
-    """Read a list of objects, or an object with one list of them, one by one; or JSON lines in a file named .json."""
+def json_file(path: Path, max_bytes: int = MAX_JSON_BYTES) -> Iterator[Row]:
+    """Read a list of objects, or an object with one list of them; or JSON lines in a file named .json."""
     with _opened(path) as file:
-        first, second = file.readline(max_row_bytes), file.readline(max_row_bytes)
-    if first.lstrip(codecs.BOM_UTF8).startswith(b"{") and first.rstrip().endswith(b"}") and second.startswith(b"{"):
-        yield from json_lines(path, max_row_bytes)
+        first, second = file.readline(MAX_ROW_BYTES), file.readline(MAX_ROW_BYTES)
+        is_lines = first.rstrip().endswith(b"}") and second.startswith(b"{")
+        text = b"" if is_lines else first + second + file.read(max_bytes)
+    if is_lines:
+        yield from json_lines(path)
         return
-    with _opened(path) as file:
-        text = _JsonText(path, io.TextIOWrapper(file, "utf-8-sig"), max_row_bytes)
-        is_object, has_list = text.next_sign() == "{", False
-        if is_object:
-            text.take("{")
-        while not is_object or text.next_sign() != "}":
-            if is_object:
-                name, _ = text.value(), text.take(":")
-                if text.next_sign() != "[":
-                    text.value()
-                elif has_list:
-                    raise text.error(f"a second list, {name!r}, but an object must have one list of rows")
-            if text.next_sign() == "[" or not is_object:
-                has_list = True
-                text.take("[")
-                while text.next_sign() != "]":
-                    where = f"{path}:{text.line}"
-                    yield Row(where, text.value())
-                    if text.next_sign() != "]":
-                        text.take(",")
-                text.take("]")
-            if not is_object:
-                break
-            if text.next_sign() != "}":
-                text.take(",")
-        if is_object:
-            text.take("}")
-        if text.next_sign():
-            raise text.error("something follows its end")
-        if not has_list:
-            raise text.error("an object without a list of rows")
-
-
-class _JsonText:
-    """JSON of which the parts are read one after the other."""
-
-    def __init__(self, path: Path, file: io.TextIOWrapper, most: int) -> None:
-        self._path, self._file, self._most = path, file, most
-        self._text, self._at, self.line = "", 0, 1
-        self._decoder = json.JSONDecoder()
-
-    def error(self, problem: str) -> ConfigurationError:
-        return ConfigurationError(f"{self._path}:{self.line}: {problem}")
-
-    def next_sign(self) -> str:
-        """Return the next sign that is not blank, without taking it; empty at the end of the file."""
-        while True:
-            while self._at < len(self._text):
-                sign = self._text[self._at]
-                if sign not in " \t\r\n":
-                    return sign
-                self.line += sign == "\n"
-                self._at += 1
-            self._text, self._at = self._file.read(PIECE_BYTES), 0
-            if not self._text:
-                return ""
-
-    def take(self, sign: str) -> None:
-        if self.next_sign() != sign:
-            raise self.error(f"not JSON: {sign!r} is missing" if self._text else f"ends before {sign!r}: it is cut off")
-        self._at += 1
-
-    def value(self) -> Any:
-        """Take a value. More text is read until it is whole; each time twice as much."""
-        self.next_sign()
-        while True:
-            try:
-                value, end = self._decoder.raw_decode(self._text, self._at)
-                is_whole, problem = end < len(self._text), ""
-            except (ValueError, RecursionError) as error:
-                is_whole, problem, end = False, getattr(error, "msg", str(error)), self._at
-            size = len(self._text) - self._at
-            more = "" if is_whole or size > self._most else self._file.read(max(size, PIECE_BYTES))
-            if more:
-                self._text, self._at = self._text[self._at :] + more, 0
-                continue
-            if problem:
-                raise self.error(f"longer than {self._most} bytes" if size > self._most else f"not JSON ({problem})")
-            self.line += self._text.count("\n", self._at, end)
-            self._at = end
-            return value
+    if len(text) > max_bytes:
+        raise ConfigurationError(f"{path}: more than {max_bytes:,} bytes; write one object per line, as .jsonl")
+    try:
+        value = json.loads(text.decode("utf-8-sig"))
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise ConfigurationError(f"{path}: not JSON ({error})") from error
+    del text
+    if isinstance(value, dict):
+        lists = [part for part in value.values() if isinstance(part, list)]
+        value = lists[0] if len(lists) == 1 else None
+    if not isinstance(value, list):
+        raise ConfigurationError(f"{path}: neither a list of objects nor an object with one list")
+    for number, row in enumerate(value, 1):
+        yield Row(f"{path}:{number}", row)
 
 
 def table(path: Path, delimiter: str) -> Iterator[Row]:
@@ -263,33 +174,30 @@ def table(path: Path, delimiter: str) -> Iterator[Row]:
     csv.field_size_limit(MAX_ROW_BYTES)
     with _opened(path) as file, io.TextIOWrapper(file, "utf-8-sig", newline="") as text:
         lines = csv.reader(text, delimiter=delimiter)
-        header: list[str] | None = None
+        header: list[str] = []
         while True:
             where = f"{path}:{lines.line_num + 1}"
             try:
-                fields = next(lines, None)
+                fields = next(lines)
+            except StopIteration:
+                return
             except csv.Error as error:
                 raise ConfigurationError(f"{where}: not a table ({error})") from error
-            if fields is None:
-                return
-            if header is None:
-                header = fields
-            elif len(fields) != len(header):
-                if fields:
-                    yield Row(where, None, f"has {len(fields)} fields, but the first line {len(header)}")
-            else:
+            if header and fields and len(fields) != len(header):
+                yield Row(where, None, f"has {len(fields)} fields, but the first line {len(header)}")
+            elif header and fields:
                 yield Row(where, dict(zip(header, fields, strict=True)))
+            header = header or fields
 
 
 def parquet(path: Path) -> Iterator[Row]:
     arrow, reader = (import_library(name, str(path)) for name in ("pyarrow", "pyarrow.parquet"))
+    number = 0
     try:
         with reader.ParquetFile(path) as file:
-            sizes = [file.metadata.row_group(index).total_byte_size for index in range(file.num_row_groups)]
-            if max(sizes, default=0) > MAX_GROUP_BYTES:
-                limit = f"more than {MAX_GROUP_BYTES:,}: write smaller row groups"
-                raise ConfigurationError(f"{path}: a row group has {max(sizes):,} bytes, {limit}")
-            number = 0
+            size = max((file.metadata.row_group(at).total_byte_size for at in range(file.num_row_groups)), default=0)
+            if size > MAX_GROUP_BYTES:
+                raise ConfigurationError(f"{path}: a row group has {size:,} bytes; write groups of at most 4 GB")
             for batch in file.iter_batches(batch_size=256):
                 for row in batch.to_pylist():
                     number += 1

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from ...api.full_weights import whole_parts
-from ...base.documents import read_object
+from ...base.documents import read_object, read_text
 from ...base.errors import ShardwiseError
 from ...checkpoint.tensor_files import OnBytes, Source
 from ...checkpoint.writer import MAX_FILE_BYTES, new_folder, write_note, write_sources, write_weights
@@ -202,3 +202,5 @@ def _write_tokenizer(facts: ModelFacts, folder: Path) -> None:
         from transformers import AutoTokenizer
 
         AutoTokenizer.from_pretrained(facts.tokenizer, trust_remote_code=False).save_pretrained(folder)
+    if facts.chat_template is not None:
+        (folder / "chat_template.jinja").write_text(read_text(Path(facts.chat_template).expanduser()))

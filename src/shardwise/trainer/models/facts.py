@@ -7,7 +7,7 @@ machine. Code in a repository is never run, and pickled weights are never opened
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -51,6 +51,7 @@ class ModelFacts:
     config_file: Path | None = None
     has_weights: bool = False  # in the folder; else they are random
     config: Mapping[str, Any] = field(default_factory=dict)  # the content of config_file
+    chat_template: str | None = None  # a file, instead of the tokenizer's own template
 
 
 def check(settings: Settings) -> ModelFacts:
@@ -61,7 +62,7 @@ def check(settings: Settings) -> ModelFacts:
         facts = _facts_of_folder(settings)
     if facts.tokenizer == BYTES.name:
         require_vocabulary(facts, BYTES.vocab_size)
-    return facts
+    return replace(facts, chat_template=settings.chat_template)
 
 
 def require_vocabulary(facts: ModelFacts, tokenizer_vocab: int) -> None:

@@ -65,7 +65,7 @@ def restore(path: Path, strategy: Strategy, tokenizer: str | None = None) -> tup
         base, own_tokenizer, adapters = _adapter_config(place)
         settings = Settings(model=base, tokenizer=tokenizer or own_tokenizer)
     facts = check(settings)
-    loaded = tokenizer_for(facts.tokenizer)
+    loaded = tokenizer_for(facts.tokenizer, facts.chat_template)
     built = build(settings, loaded.vocab_size, device(), adapters, facts)
     precision = "bf16" if device().type == "cuda" else "fp32"
     if is_checkpoint:
