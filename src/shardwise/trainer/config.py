@@ -307,7 +307,7 @@ def _parts_in(key: str, text: str, origin: str) -> Any:
         return yaml_tree(text, origin, DEPTH) or {}
     if not PARTS[key]:
         return text
-    parts = {}
+    parts: dict[str, str] = {}
     for pair in _listed(text, ","):
         name, equals, part = pair.partition("=")
         if key == "lora" and name.isdecimal():

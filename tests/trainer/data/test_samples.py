@@ -311,7 +311,7 @@ def test_preference_rows_stay_together(tmp_path: Path, write_rows: Callable[...,
         assert (only[2:] == -100).all()
     assert len(seen) == 8
     with pytest.raises(ConfigurationError, match="preference rows"):
-        require_targets(train, lambda _: None)
+        require_targets(train, None, lambda _: None)
 
 
 def test_preference_rows_among_others_are_refused(tmp_path: Path, write_rows: Callable[..., str]) -> None:
