@@ -198,6 +198,13 @@ def merged(model: Any, sources: Iterable[Source]) -> list[Source]:
     """Return the base model's tensors under their original names, with the adapters merged into them."""
     if model.peft_config[ADAPTER].lora_bias:
         raise ConfigurationError("adapters with lora_bias cannot be merged here: use peft's merge_and_unload")
+    groups = {frozenset(names) for names in names_of(model).values()}
+    for tied in (group for group in groups if len(group) > 1 and any(_ORIGINAL in name for name in group)):
+        if frozenset(name.replace(_ORIGINAL, _COPY) for name in tied) not in groups:
+            raise ConfigurationError(
+                f"adapters with a copy of {min(tied)!r}, which has the same weight as {max(tied)!r} in the model, but "
+                "not in the adapter, cannot be merged: use peft's merge_and_unload"
+            )
     by_name = {source.name: source for source in sources}
 
     def rows(source: Source, down: str, up: str, norm: str, scale: float, is_transposed: bool) -> list[Tensor]:
