@@ -198,6 +198,36 @@ def test_lora_in_one_text() -> None:
     )
 
 
+def test_lora_in_short() -> None:
+    assert said("lora=8").settings.lora == Lora(r=8, alpha=16)
+    assert said("lora=8,targets=all-linear,dora").settings.lora == Lora(
+        r=8, alpha=16, targets=("all-linear",), dora=True
+    )
+    assert said("lora=8", "lora.alpha=8").settings.lora == Lora(r=8, alpha=8)
+
+
+def test_a_run_from_an_adapter_has_its_values(tmp_path: Path) -> None:
+    about = {"peft_type": "LORA", "r": 8, "lora_alpha": 4, "lora_dropout": 0.1, "use_rslora": True, "bias": "none",
+             "target_modules": ["v_proj", "q_proj"], "modules_to_save": None}  # fmt: skip
+    (tmp_path / "adapter_config.json").write_text(json.dumps(about))
+    given = f"lora_from={tmp_path}"
+    resolved = said("model=some/folder", given, "lora.dropout=0")
+    assert resolved.settings.lora == Lora(r=8, alpha=4, dropout=0, targets=("q_proj", "v_proj"), rslora=True)
+    assert resolved.settings.learning_rate == 2e-4
+    assert said("model=some/folder", given, "objective=simpo").settings.learning_rate == pytest.approx(1e-5)
+    for word, message in {
+        "lora=16": "lora.r: 16 (override), but the adapter in",
+        "lora=none": "it needs lora",
+        "lora_from=none.such": "it has no adapter_config.json",
+    }.items():
+        with pytest.raises(ConfigurationError) as refused:
+            said(given, word)
+        assert message in str(refused.value)
+    (tmp_path / "adapter_config.json").write_text(json.dumps({**about, "rank_pattern": {"q_proj": 2}}))
+    with pytest.raises(ConfigurationError, match=r"rank_pattern .* cannot be continued here"):
+        said(given)
+
+
 def test_toml_says_the_same_as_yaml(tmp_path: Path) -> None:
     toml = in_file(
         tmp_path,

@@ -280,8 +280,6 @@ def _plain(key: str, value: Any, origin: str) -> Any:
         value = str(value).lower()
     if isinstance(value, str):
         word = value.strip().lower()
-        if key == "lora" and word.isdecimal():
-            return {"r": word, "alpha": str(2 * int(word))}
         if word in WORDS.get(key, {}):
             return WORDS[key][word]
         if word in ("null", "none") and NoneType in get_args(kind):
@@ -309,9 +307,14 @@ def _parts_in(key: str, text: str, origin: str) -> Any:
         return yaml_tree(text, origin, DEPTH) or {}
     if not PARTS[key]:
         return text
-    parts = {}
+    parts: dict[str, str] = {}
     for pair in _listed(text, ","):
         name, equals, part = pair.partition("=")
+        if key == "lora" and name.isdecimal():
+            parts |= {"r": name, "alpha": str(2 * int(name))}
+            continue
+        if key == "lora" and name in ("rslora", "dora"):
+            equals, part = "=", part or "true"
         if not equals:
             raise ConfigurationError(f"{key}: {name!r} ({origin}) is no key=value; write {EXAMPLES[key]}")
         parts[name.strip()] = part.strip()

@@ -312,7 +312,7 @@ def test_preference_rows_stay_together(tmp_path: Path, write_rows: Callable[...,
     assert len(seen) == 8
     assert train.padding == pytest.approx(1 - train.num_tokens / (6 * 2 * 12))
     with pytest.raises(ConfigurationError, match="preference rows"):
-        require_targets(train, lambda _: None)
+        require_targets(train, None, lambda _: None)
 
 
 def test_preference_rows_among_others_are_refused(tmp_path: Path, write_rows: Callable[..., str]) -> None:

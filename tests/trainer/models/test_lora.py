@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import shardwise as sw
+from shardwise.base.errors import ConfigurationError
 from shardwise.trainer.models.build import build
 from shardwise.trainer.models.export import export, write_export
 from shardwise.trainer.models.headloss import loss_sum
@@ -121,3 +122,19 @@ def test_every_kind_trains_as_with_peft_and_is_opened_by_it(
             theirs = adapted.merge_and_unload().state_dict()
         for name, value in merged.state_dict().items():
             torch.testing.assert_close(value, theirs[name], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.filterwarnings("ignore:.*tied")
+@pytest.mark.parametrize("copied", [["lm_head"], ["embed_tokens"]])
+def test_an_adapter_that_parts_embedding_and_head_is_not_merged(tmp_path: Path, copied: list[str]) -> None:
+    from peft import LoraConfig, get_peft_model
+
+    base = saved("qwen3", tmp_path / "base")
+    base.config.name_or_path = str(tmp_path / "base")
+    adapted = get_peft_model(base, LoraConfig(target_modules=["q_proj"], modules_to_save=copied))
+    adapted.save_pretrained(tmp_path / "adapter")
+    with (
+        pytest.raises(ConfigurationError, match="cannot be merged"),
+        content_of(tmp_path / "adapter", model=str(tmp_path / "base"), is_merged=True) as content,
+    ):
+        write_export(content, tmp_path / "merged")

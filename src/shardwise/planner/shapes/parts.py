@@ -111,7 +111,7 @@ def with_adapters(parts: Parts, lora: Lora, targets: Sequence[str], copied: Sequ
         if part.fan is None or not _ends_in(around + part.path, targets):
             return [part]
         fan_in, fan_out = part.fan
-        sizes = {"lora_A": (lora.r, fan_in), "lora_B": (fan_out, lora.r)}
+        sizes: dict[str, tuple[int, ...]] = {"lora_A": (lora.r, fan_in), "lora_B": (fan_out, lora.r)}
         sizes |= {"lora_magnitude_vector": (fan_out,)} if lora.dora else {}
         added = [Part(f"{part.path}.{k}.default", (("weight", size),), is_adapter=True) for k, size in sizes.items()]
         return [replace(part, path=f"{part.path}.base_layer"), *added]

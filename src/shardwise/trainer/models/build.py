@@ -15,6 +15,7 @@ from torch import nn
 
 from ...base.errors import ConfigurationError, import_library
 from ...planner.hardware.gpus import flops_per_token
+from ...planner.training import ALL_LINEAR
 from ..model import Transformer
 from ..settings import Settings
 from .facts import ModelFacts, check, in_tree_shape, require_vocabulary, shape_in, weight_files
@@ -83,6 +84,11 @@ def build(
             adapters.task_type = None
         names_before = names_by_tensor(model)
         model = with_adapters(model, adapters, settings.seed, device)
+        if settings.lora is not None and settings.lora.targets == (ALL_LINEAR,) and adapters.target_parameters:
+            raise ConfigurationError(
+                f"lora.targets {ALL_LINEAR}: peft would adapt the experts of this model, too: name the layers instead, "
+                "as in targets=q_proj+k_proj+v_proj+o_proj"
+            )
         if weights is not None:
             names_after = names_by_tensor(model)
             names = [pair for key, old in names_before.items() for pair in zip(old, names_after[key], strict=True)]

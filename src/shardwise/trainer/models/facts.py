@@ -137,6 +137,10 @@ def shape_in(config: Mapping[str, Any], name: str) -> TransformerShape:
 
 def lora_in(folder: Path) -> Lora:
     """Return the settings of a PEFT adapter. One with settings that `Lora` does not have is refused."""
+    if not (folder / ADAPTER_CONFIG).is_file():
+        raise ConfigurationError(
+            f"lora_from {folder}: it has no {ADAPTER_CONFIG}: give an adapter's folder, such as the export of a run"
+        )
     about = read_object(folder / ADAPTER_CONFIG)
     problem = next((f"{key} {about[key]!r}" for key in _OTHER_ADAPTER_KEYS if about.get(key)), "")
     if about.get("peft_type") != "LORA":

@@ -46,7 +46,7 @@ def adapters_for(lora: Lora, model: nn.Module) -> Any:
         )
     targets: Any = list(lora.targets or IN_TREE_TARGETS) if lora.targets or is_in_tree else None
     if targets == [ALL_LINEAR]:
-        targets = list(LINEAR_LEAVES) if is_in_tree else ALL_LINEAR
+        targets = list(LINEAR_LEAVES) if is_in_tree else _linear_layers(model)
     return peft.LoraConfig(
         r=lora.r,
         lora_alpha=lora.alpha,
@@ -58,6 +58,14 @@ def adapters_for(lora: Lora, model: nn.Module) -> Any:
         target_modules=targets,
         task_type=None if is_in_tree else peft.TaskType.CAUSAL_LM,
     )
+
+
+def _linear_layers(model: Any) -> list[str]:
+    """Return the paths of all linear layers except the head. peft's own "all-linear" also replaces experts."""
+    from transformers.pytorch_utils import Conv1D
+
+    head, kinds = model.get_output_embeddings(), (nn.Linear, Conv1D)
+    return [path for path, part in model.named_modules() if isinstance(part, kinds) and part is not head]
 
 
 def with_adapters(model: nn.Module, config: Any, seed: int, device: torch.device) -> Any:
@@ -190,6 +198,13 @@ def merged(model: Any, sources: Iterable[Source]) -> list[Source]:
     """Return the base model's tensors under their original names, with the adapters merged into them."""
     if model.peft_config[ADAPTER].lora_bias:
         raise ConfigurationError("adapters with lora_bias cannot be merged here: use peft's merge_and_unload")
+    groups = {frozenset(names) for names in names_of(model).values()}
+    for tied in (group for group in groups if len(group) > 1 and any(_ORIGINAL in name for name in group)):
+        if frozenset(name.replace(_ORIGINAL, _COPY) for name in tied) not in groups:
+            raise ConfigurationError(
+                f"adapters with a copy of {min(tied)!r}, which has the same weight as {max(tied)!r} in the model, but "
+                "not in the adapter, cannot be merged: use peft's merge_and_unload"
+            )
     by_name = {source.name: source for source in sources}
 
     def rows(source: Source, down: str, up: str, norm: str, scale: float, is_transposed: bool) -> list[Tensor]:
