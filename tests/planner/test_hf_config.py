@@ -88,6 +88,9 @@ MODELS: list[tuple[str, dict[str, Any]]] = [
         },
     ),
     ("qwen3_next", {**SHARED, **LINEAR}),
+    ("glm4_moe", {**ROUTED, "n_shared_experts": 1, "head_dim": 16, "attention_bias": True}),
+    ("phimoe", {**USUAL, "num_local_experts": 4, "num_experts_per_tok": 2, "lm_head_bias": True}),
+    ("qwen2_moe", {**SHARED, "qkv_bias": False}),
 ]
 
 
@@ -169,12 +172,16 @@ def test_a_config_that_makes_no_shape_says_why(change: dict[str, Any], why: str)
     [
         ("opt", {"word_embed_proj_dim": 32}),
         ("opt", {"do_layer_norm_before": False}),
+        ("opt", {"enable_bias": False}),
+        ("nemotron", {"mlp_bias": True}),
+        ("seed_oss", {"attention_out_bias": True}),
+        ("gpt_oss", {"attention_bias": False}),
         ("qwen3_next", {"linear_conv_kernel_dim": 2}),
         ("qwen3_next", {**LINEAR, "linear_value_head_dim": 32}),
     ],
 )
 def test_variants_of_a_family_that_sizes_do_not_describe(family: str, change: dict[str, Any]) -> None:
-    config = {"model_type": family, **(USUAL if family == "opt" else SHARED), "max_position_embeddings": 128}
+    config = {"model_type": family, **(SHARED if family == "qwen3_next" else USUAL), "max_position_embeddings": 128}
     assert not why_no_shape(config)
     assert any(key in why_no_shape({**config, **change}) for key in change)
 

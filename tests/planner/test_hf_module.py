@@ -128,7 +128,8 @@ def test_a_sequence_is_as_long_as_the_model_has_positions_for() -> None:
     [
         ({"model_type": "nobodys", **TEXT}, "does not know it either"),
         ({**TEXT}, "its model_type '' is none of those"),
-        ({"model_type": "clip_vision_model", **EYE, "num_hidden_layers": 10**9}, "at most 1,000 is planned for"),
+        ({"model_type": "clip_vision_model", **EYE, "num_hidden_layers": 10**9}, "1 to 1,000 are planned for"),
+        ({"model_type": "bert", **TEXT, "num_hidden_layers": 0}, "num_hidden_layers is 0, but 1 to"),
         ({"model_type": "persimmon", **TEXT, "hidden_size": "large"}, "transformers cannot build it"),
         ({"model_type": "persimmon", **TEXT, "quantization_config": {"bits": 4}}, "weights are quantised"),
     ],

@@ -178,7 +178,7 @@ def _machines(
         names = [gpus or ""] if compare is None else compare.split(",")
         if "," in names[0]:
             raise ConfigurationError(f"--gpus {gpus} names several clusters: give them to --compare")
-        return [machine_of(make_cluster(name, nodes, **words)) for name in names]
+        return list(dict.fromkeys(machine_of(make_cluster(name, nodes, **words)) for name in names))
     measured = read_measured(MEASURED if hardware == "measured" else hardware)
     own = [name for name, value in words.items() if value is not None and name != "network"]
     if own:

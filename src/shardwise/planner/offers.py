@@ -79,8 +79,8 @@ def smallest(
     cluster: the largest node to use, such as "8xH100-80GB". Tried are 1, 2, 4, ... GPUs of one node, and 2 to 1024
         whole nodes; with a global batch only numbers of GPUs among which it divides. `asked`: arguments of `sw.plan`.
     """
-    if days is not None and (num_tokens is None or not days > 0):
-        raise ConfigurationError(f"--days {days:g}: give a number above 0, and --tokens, the length of the training")
+    if days is not None and (num_tokens is None or not 0 < days < 1e9):
+        raise ConfigurationError(f"--days {days:g}: give a number above 0 and below 1e9, and --tokens, the length of the training")
     global_batch, node = asked.get("global_batch"), machine_of(cluster)
     if node.cluster.num_nodes > 1:
         raise ConfigurationError(f"GPUs: {node.cluster}: the number of nodes is searched; name one node")

@@ -152,8 +152,7 @@ def make_cluster(
         network, host_memory = network or usual, host_memory or host
     node_size, name = _counted(gpus)
     gpu = gpu_named(name)
-    most = usual_node(gpu.name)
-    if nodes is None and node_size > most:
+    if nodes is None and node_size > (most := usual_node(gpu.name)):
         if node_size % most:
             raise ConfigurationError(
                 f"GPUs: {node_size} GPUs are no multiple of a node of {most} {gpu.name}; give the GPUs of one node "

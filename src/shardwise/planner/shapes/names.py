@@ -45,19 +45,19 @@ _VARIANT = r"-(hf|base|instruct(-2507)?|thinking-2507|chat|it|bf16|v0\.[12])(?=-
 
 def shape_of(model: str) -> ModelShape:
     """Return the shape for a value of `--model`: a name, a config.json, or its folder."""
-    if not model.strip():
-        raise ConfigurationError("model: its name is empty; give one like llama-3-8b, a config.json, or its folder")
     return shape_of_config(model) if is_file(model) else shape_named(model)
 
 
 def is_file(model: str) -> bool:
     """Return True for a config.json or its folder, False for the name of a shape."""
-    path = find(model)
+    path = find(model) if model.strip() else None
     return model not in IN_TREE and (model.endswith(".json") or (path is not None and path.is_dir()))
 
 
 def shape_named(name: str) -> ModelShape:
     """Look up a shape; case, hyphens, underscores and suffixes of fine-tuning (`-Instruct`) are ignored."""
+    if not name.strip():
+        raise ConfigurationError("model: its name is empty; give one like llama-3-8b, a config.json, or its folder")
     owner, _, bare = name.strip().lower().rpartition("/")
     known = PUBLISHED if owner else NAMED
     words = re.sub(_VARIANT, "", bare.replace("_", "-")).removeprefix("meta-")
