@@ -3,7 +3,7 @@
 import json
 import math
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 
 from shardwise.base.errors import ConfigurationError
 from shardwise.checkpoint.folder import complete_steps
+from shardwise.trainer import settings as module
 from shardwise.trainer.metrics import Evaluations, best_or_newest
 from shardwise.trainer.models.restore import find_restorable
 from shardwise.trainer.settings import Settings
@@ -37,6 +38,17 @@ def test_patience_counts_as_transformers_does() -> None:
     assert found.is_exhausted()
     assert not found.add({"step": 8, "eval_loss": 0.0}), "each step counts once"
     assert not found.add({"step": 9, "loss": 0.0}), "no evaluation"
+
+
+def test_of_a_metric_such_as_an_accuracy_more_is_better(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "Metric", Literal["eval_accuracy"])
+    found = Evaluations(Settings(metric_for_best_model="accuracy", greater_is_better=True))
+    assert [found.add({"step": step, "eval_accuracy": value}) for step, value in ((1, 0.5), (2, 0.4), (3, 0.6))] == [
+        True, False, True,
+    ]  # fmt: skip
+    assert str(found) == "eval_accuracy 0.6000 at step 3"
+    with pytest.raises(ConfigurationError, match="more eval_accuracy is better"):
+        Settings(metric_for_best_model="eval_accuracy", greater_is_better=False)
 
 
 def test_a_killed_run_stops_early_at_the_same_step_under_another_strategy(run_ranks: Pool, tmp_path: Path) -> None:
@@ -85,11 +97,12 @@ def test_the_best_weights_are_never_removed_and_are_those_at_the_end(run_ranks: 
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"early_stopping_patience": 3}, "patience 3 needs evaluations.*eval_steps is 0.*give eval_steps"),
-        ({"load_best_model_at_end": True, "eval_steps": 2, "eval_fraction": 0}, "eval_fraction 0: give.*eval_file"),
+        ({"early_stopping_patience": 3}, "patience 3, but eval_steps is 0 .*it needs evaluations"),
+        ({"load_best_model_at_end": True, "eval_steps": 2, "eval_fraction": 0}, "eval_fraction 0: .*eval_file"),
+        ({"eval_prompts": "a.txt", "eval_fraction": 0}, "eval_prompts a.txt, but .*eval_fraction 0"),
+        ({"eval_prompts": "a.txt", "sample_tokens": 0}, "sample_tokens 0: give at least 1 token"),
         ({"metric_for_best_model": "eval_los"}, "unknown 'eval_los'; did you mean 'eval_loss'"),
         ({"metric_for_best_model": "loss", "greater_is_better": True}, "less eval_loss is better"),
-        ({"early_stopping_threshold": 0.1}, "without early_stopping_patience"),
     ],
 )
 def test_wrong_requests_are_refused(changes: dict[str, Any], words: str) -> None:

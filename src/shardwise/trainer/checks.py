@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from ..base.documents import parse, read_text
+from ..base.documents import read_text
 from ..base.errors import CheckpointError, ConfigurationError
 from ..checkpoint.opened import open_checkpoint
 from ..core.mesh import require_nodes
@@ -141,20 +141,10 @@ def check_all(settings: Settings, num_ranks: int) -> Checked:
 
 
 def prompts_in(file: str | None) -> tuple[str, ...]:
-    """Read the prompts of --eval-prompts: its lines, or the `prompt` of its rows."""
+    """Read the prompts of --eval-prompts, one in each line."""
     if file is None:
         return ()
-    path, found = Path(file).expanduser(), []
-    for number, line in enumerate(read_text(path).split("\n"), 1):
-        prompt: object = line.strip()
-        if prompt and path.suffix.lower() == ".jsonl":
-            try:
-                prompt = parse(line)["prompt"]
-            except (ValueError, KeyError, TypeError):
-                prompt = None
-            if not isinstance(prompt, str) or not prompt.strip():
-                raise ConfigurationError(f'eval_prompts {file}:{number}: no prompt; write {{"prompt": "a text"}}')
-        found += [str(prompt)] if prompt else []
+    found = [line.strip() for line in read_text(Path(file).expanduser()).split("\n") if line.strip()]
     if not 1 <= len(found) <= MAX_PROMPTS:
         raise ConfigurationError(f"eval_prompts {file} has {len(found):,} prompts; give 1 to {MAX_PROMPTS}")
     return tuple(found)

@@ -31,7 +31,7 @@ from ..base.errors import ConfigurationError, printable_lines
 from ..base.text import duration, size
 from ..checkpoint.folder import CHECKPOINTS, find, newest_in, step_folder
 from .run_folder import CONFIG, METRICS, SAMPLES, replace_file
-from .settings import IS_GREATER_BETTER, Settings
+from .settings import Settings
 
 Row = Mapping[str, float | int | None]
 
@@ -106,9 +106,9 @@ class Divergence:
 
 @dataclass(slots=True)
 class Evaluations:
-    """The best evaluation of a run, and how many have followed that do not count as better.
+    """The best evaluation of a run, and the number of those since then that do not count as better.
 
-    It follows from the rows of the run folder, so a resumed run counts on, whatever its strategy.
+    It follows from the rows in the run folder, so a resumed run counts on, whatever its strategy.
     """
 
     settings: Settings
@@ -121,17 +121,16 @@ class Evaluations:
     def of(cls, settings: Settings, folder: Path) -> "Evaluations":
         found, file = cls(settings), folder / METRICS
         for line in file.read_text().splitlines() if file.is_file() else ():
-            with suppress(ValueError, KeyError, TypeError):  # a line that is being written, or that a crash cut short
+            with suppress(ValueError, KeyError, TypeError):  # a line that a crash has cut short
                 found.add(json.loads(line))
         return found
 
     def add(self, row: Row) -> bool:
-        """Take a row; return whether it is the best evaluation so far. A value that is not a number is never better."""
-        step, metric = int(row["step"] or 0), self.settings.best_metric
+        """Take a row; return whether it is the best evaluation so far. NaN (None in a file) is never better."""
+        metric, step, sign = self.settings.best_metric, int(row["step"] or 0), -1 if self.settings.is_less_better else 1
         if metric not in row or step <= self.last_step:
             return False
-        value, sign = row[metric], 1 if IS_GREATER_BETTER[metric] else -1
-        value = math.nan if value is None else value
+        value = math.nan if (found := row[metric]) is None else found
         gain = sign * (value - (self.value if self.step else -sign * math.inf))
         self.last_step = step
         self.num_worse = 0 if gain > self.settings.early_stopping_threshold else self.num_worse + 1
@@ -141,8 +140,7 @@ class Evaluations:
 
     def is_exhausted(self) -> bool:
         """Return True if the run has to stop early."""
-        patience = self.settings.early_stopping_patience
-        return patience is not None and self.num_worse >= patience
+        return self.num_worse >= (self.settings.early_stopping_patience or math.inf)
 
     def __str__(self) -> str:
         return f"{self.settings.best_metric} {self.value:.4f} at step {self.step:,}"

@@ -73,7 +73,8 @@ def run_rank(text: str) -> int:
     """Train as one rank and return the exit code. A crash raises, so that a launcher can start the rank again."""
     was_joined = mesh.is_joined()
     try:
-        return _run(settings_from_json(text))
+        with StartStatus(mesh.is_first()) as status:
+            return _run(settings_from_json(text), FailureContext(status=status))
     except ShardwiseError as error:
         if error.exit_code == ShardwiseError.exit_code:
             raise
@@ -88,22 +89,20 @@ def run_rank(text: str) -> int:
             mesh.leave()
 
 
-def _run(settings: Settings) -> int:
+def _run(settings: Settings, context: FailureContext) -> int:
     settings = completed(settings, torch.cuda.is_available())
-    with StartStatus(mesh.is_first()) as status:
-        status.show("waiting for all ranks")
-        mesh.init(device=settings.device, timeout_s=settings.timeout)
-        context = FailureContext(status=status)
-        try:
-            return _train(settings, context)
-        except (OSError, SaveError) as error:
-            if explained := context.folder and failed_write(context.folder, error):
-                raise explained from error
-            raise
-        except (RuntimeError, MemoryError) as error:
-            if is_out_of_memory(error):
-                raise explain(error, context) from error
-            raise
+    context.status.show("waiting for all ranks")
+    mesh.init(device=settings.device, timeout_s=settings.timeout)
+    try:
+        return _train(settings, context)
+    except (OSError, SaveError) as error:
+        if explained := context.folder and failed_write(context.folder, error):
+            raise explained from error
+        raise
+    except (RuntimeError, MemoryError) as error:
+        if is_out_of_memory(error):
+            raise explain(error, context) from error
+        raise
 
 
 def _train(settings: Settings, context: FailureContext) -> int:
@@ -169,7 +168,6 @@ def set_up(settings: Settings, context: FailureContext) -> Run:
     rank, num_ranks, device = world.index, world.num_ranks, mesh.device()
     status = context.status
     say: Say = status.say if rank == 0 else _SILENT
-    status.show("checking the settings")
     # Rank 0 chooses, because a folder's name may contain the time. A machine that joined late counts fewer restarts.
     num_restarts = max(exchange(world, mesh.restarts()))
     given = settings
@@ -187,10 +185,9 @@ def set_up(settings: Settings, context: FailureContext) -> Run:
     built = all_or_none(world, lambda: _built(settings, checked, device, samples))
     num_planned = settings.max_steps or _num_steps_of_epochs(settings, checked, samples.num_samples)
     model, optimizer, planned = _sharded(built, settings, checked, free_bytes, num_planned, context)
-    sizes = exchange(world, (planned.entry.training.num_micro_batches, planned.entry.training.micro_batch))[0]
-    checked = replace(checked, batching=Batching(num_ranks, *sizes))
-    if candidates:
-        status.show("loading the checkpoint")
+    training = exchange(world, planned.entry.training)[0]
+    checked = replace(checked, batching=Batching(num_ranks, training.num_micro_batches, training.micro_batch))
+    status.show("loading the checkpoint" if candidates else "opening the run folder")
     resumed = resume(candidates, model, optimizer, say)
     compiles, chunk = planned.compilation.setting, planned.entry.training.loss_chunk
     # A resumed run does not decide again.

@@ -3,6 +3,7 @@
 import math
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -128,19 +129,20 @@ class Run:
     def _write_samples(self, step: int) -> None:
         """Answer the prompts of rank 0. Samples have their own random numbers, so the losses stay the same."""
         self.activity = "the samples of the evaluation"
-        tokenizer, rows = self.checked.tokenizer, []
-        for prompt in exchange(self.hosts, self.checked.prompts)[0]:
-            # As in `shardwise generate`: a question, if the tokenizer has a chat template.
-            text, stop_id = (prompt, None) if tokenizer.template is None else tokenizer.question(prompt)
-            rows.append({"step": step, "prompt": prompt, "text": self._generate(text, stop_id)})
-        self.metrics.log_samples(rows)
+        # As in `shardwise generate`: a prompt is a question, if the tokenizer has a chat template.
+        tokenizer, prompts = self.checked.tokenizer, exchange(self.hosts, self.checked.prompts)[0]
+        asked = [(text, None) if tokenizer.template is None else tokenizer.question(text) for text in prompts]
+        answers = zip(prompts, self._generate(asked), strict=True)
+        self.metrics.log_samples([{"step": step, "prompt": prompt, "text": text} for prompt, text in answers])
         self.activity = ""
 
-    def _generate(self, prompt: str, stop_id: int | None = None) -> str:
-        settings, checked = self.settings, self.checked
-        how, num_tokens = Sampling(seed=settings.seed), settings.sample_tokens
-        most = checked.seq_length
-        return sample(self.model, checked.tokenizer, prompt, num_tokens, how, max_seq=most, stop_id=stop_id)
+    def _generate(self, prompts: Sequence[tuple[str, int | None]]) -> list[str]:
+        """Continue texts. Each comes with the token that ends it earlier, if there is one."""
+        tokenizer, num_tokens, most = self.checked.tokenizer, self.settings.sample_tokens, self.checked.seq_length
+        how = Sampling(seed=self.settings.seed)
+        return [
+            sample(self.model, tokenizer, text, num_tokens, how, max_seq=most, stop_id=end) for text, end in prompts
+        ]
 
     @torch.no_grad()
     def _evaluation(self, step: int, samples: Samples) -> Row:
@@ -256,7 +258,7 @@ class Run:
             load(step_folder(self.folder / CHECKPOINTS, self.best_step), self.model, allow_rounding=True)
             self.progress.say(f"the best weights are loaded: {self.evaluations}")
         if settings.sample_tokens:
-            self.generated = self._generate(self.prompt)
+            [self.generated] = self._generate([(self.prompt, None)])
         if settings.export:
             export(self.model, self.built, settings, self.folder / EXPORT)
             self.exported = str(self.folder / EXPORT)
