@@ -199,7 +199,7 @@ class Settings:
             if getattr(self, name) and not has_all:
                 raise ConfigurationError(
                     f"{name} {getattr(self, name)}, but eval_steps is {self.eval_steps:g} and eval_fraction "
-                    f"{self.eval_fraction:g}: it needs evaluations, so set both, or eval_file instead of the latter"
+                    f"{self.eval_fraction:g}: it needs evaluations; set eval_steps, and eval_fraction or eval_file"
                 )
 
     @property
