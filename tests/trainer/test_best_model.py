@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from shardwise.base.errors import ConfigurationError
 from shardwise.checkpoint.folder import complete_steps
 from shardwise.trainer import settings as module
+from shardwise.trainer.checks import check_evaluations
 from shardwise.trainer.metrics import Evaluations, best_or_newest
 from shardwise.trainer.models.restore import find_restorable
 from shardwise.trainer.settings import Settings
@@ -48,7 +49,7 @@ def test_of_a_metric_such_as_an_accuracy_more_is_better(monkeypatch: pytest.Monk
     ]  # fmt: skip
     assert str(found) == "eval_accuracy 0.6000 at step 3"
     with pytest.raises(ConfigurationError, match="more eval_accuracy is better"):
-        Settings(metric_for_best_model="eval_accuracy", greater_is_better=False)
+        check_evaluations(Settings(metric_for_best_model="eval_accuracy", greater_is_better=False))
 
 
 def test_a_killed_run_stops_early_at_the_same_step_under_another_strategy(run_ranks: Pool, tmp_path: Path) -> None:
@@ -101,13 +102,17 @@ def test_the_best_weights_are_never_removed_and_are_those_at_the_end(run_ranks: 
         ({"load_best_model_at_end": True, "eval_steps": 2, "eval_fraction": 0}, "eval_fraction 0: .*or eval_file"),
         ({"eval_prompts": "a.txt", "eval_fraction": 0}, "eval_prompts a.txt, but .*eval_fraction 0"),
         ({"eval_prompts": "a.txt", "sample_tokens": 0}, "sample_tokens 0: give at least 1 token"),
-        ({"metric_for_best_model": "eval_los"}, "unknown 'eval_los'; did you mean 'eval_loss'"),
         ({"metric_for_best_model": "loss", "greater_is_better": True}, "less eval_loss is better"),
     ],
 )
 def test_wrong_requests_are_refused(changes: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigurationError, match=words):
-        Settings(**changes)
+        check_evaluations(Settings(**changes))
+
+
+def test_an_unknown_metric_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="unknown 'eval_los'; did you mean 'eval_loss'"):
+        Settings(metric_for_best_model="eval_los")
 
 
 def test_the_metric_may_be_written_as_in_transformers() -> None:

@@ -107,6 +107,7 @@ def require_targets(samples: Samples, say: Callable[[str], None]) -> None:
 def check_all(settings: Settings, num_ranks: int) -> Checked:
     """Check the settings of a run against its files and its number of ranks."""
     check_strategy(settings.strategy, settings.offload, settings.wire)
+    check_evaluations(settings)
     folder = offload_of(settings.offload).folder
     if folder is not None and not folder.is_dir():
         raise ConfigurationError(f"offload: {folder} is not a folder: make it, or name one that is there")
@@ -138,6 +139,22 @@ def check_all(settings: Settings, num_ranks: int) -> Checked:
             "make it shorter"
         )
     return Checked(facts, tokenizer, seq_length, batching, prompts_in(settings.eval_prompts))
+
+
+def check_evaluations(settings: Settings) -> None:
+    """Check the settings about evaluations against each other. A resumed run may have only some of them as flags."""
+    if settings.greater_is_better == settings.is_less_better:
+        is_better = f"{'less' if settings.is_less_better else 'more'} {settings.best_metric} is better"
+        raise ConfigurationError(f"greater_is_better {settings.greater_is_better}, but {is_better}: leave it out")
+    if settings.eval_prompts and not settings.sample_tokens:
+        raise ConfigurationError(f"eval_prompts {settings.eval_prompts} with sample_tokens 0: give at least 1 token")
+    for name in ("early_stopping_patience", "load_best_model_at_end", "eval_prompts"):
+        has_all = (settings.eval_steps or name == "eval_prompts") and (settings.eval_file or settings.eval_fraction)
+        if getattr(settings, name) and not has_all:
+            raise ConfigurationError(
+                f"{name} {getattr(settings, name)}, but eval_steps is {settings.eval_steps:g} and eval_fraction "
+                f"{settings.eval_fraction:g}: it needs evaluations; set eval_steps, and eval_fraction or eval_file"
+            )
 
 
 def prompts_in(file: str | None) -> tuple[str, ...]:

@@ -398,7 +398,6 @@ class Progress:
         self._total = total_steps
         self._step = first_step
         self._is_shown = is_shown
-        self.note = ""  # shown until the first step is done
         self._row: dict[str, float | int] = {}
         # Time and number of the first step of this start. It takes longer, so `_time_left` leaves it out.
         self._clock: tuple[float, int] | None = None
@@ -418,7 +417,7 @@ class Progress:
 
     def advance(self, step: int) -> None:
         """Note that `step` steps are queued; their results may arrive much later."""
-        self._step, self.note = step, ""
+        self._step = step
         if self._clock is None:
             self._clock = (time.monotonic(), step)
 
@@ -463,8 +462,7 @@ class Progress:
         share = f"{self._step / max(self._total, 1):4.0%}"
         head.add_row(bar, self._line_start(self._step), share, *self._time_left())
         memory = _memory_words(row, _MEMORY)
-        lines = [[self.note] if self.note else [], _words(row, _TRAINING), _words(row, _EVALUATION)]
-        lines.append(["memory", *memory] if memory else [])
+        lines = [_words(row, _TRAINING), _words(row, _EVALUATION), ["memory", *memory] if memory else []]
         return Group(head, *[Text("  ".join(line), overflow="crop", no_wrap=True) for line in lines if line])
 
 

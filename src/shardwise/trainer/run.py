@@ -110,13 +110,12 @@ def _train(settings: Settings, context: FailureContext) -> int:
     run = context.run = set_up(settings, context)
     context.status.stop()
     if run.is_first:
-        run.progress.say(banner(run))
+        run.progress.say(banner(run) + "\nthe first step compiles the blocks" * (run.settings.compile == "on"))
     engine = engine_of(run.model)
     traced: AbstractContextManager[Callable[[], None]] = nullcontext(lambda: None)
     if settings.profile and run.is_first:
         traced = traced_steps(run.folder, run.device.type, engine.gathers.settle, engine.finish_updates)
     try:
-        run.progress.note = "compiling the blocks" if run.settings.compile == "on" else ""
         with run.progress, traced as after_step:
             ending = run_steps(run, after_step)
             run.finish_saving()

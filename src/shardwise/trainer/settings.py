@@ -183,24 +183,9 @@ class Settings:
             if value != defaults[name] and schedule not in schedules:
                 needed = f"{name} {value} belongs to lr_scheduler_type {', '.join(schedules)}"
                 raise ConfigurationError(f"{needed}, but that is {schedule}")
-        self._check_evaluations()
         num_nodes(self.nnodes)
         num_bytes_of(self.speculation)
         parse_units(self.units)
-
-    def _check_evaluations(self) -> None:
-        if self.greater_is_better == self.is_less_better:
-            is_better = f"{'less' if self.is_less_better else 'more'} {self.best_metric} is better"
-            raise ConfigurationError(f"greater_is_better {self.greater_is_better}, but {is_better}: leave it out")
-        if self.eval_prompts and not self.sample_tokens:
-            raise ConfigurationError(f"eval_prompts {self.eval_prompts} with sample_tokens 0: give at least 1 token")
-        for name in ("early_stopping_patience", "load_best_model_at_end", "eval_prompts"):
-            has_all = (self.eval_steps or name == "eval_prompts") and (self.eval_file or self.eval_fraction)
-            if getattr(self, name) and not has_all:
-                raise ConfigurationError(
-                    f"{name} {getattr(self, name)}, but eval_steps is {self.eval_steps:g} and eval_fraction "
-                    f"{self.eval_fraction:g}: it needs evaluations; set eval_steps, and eval_fraction or eval_file"
-                )
 
     @property
     def best_metric(self) -> str:
