@@ -118,11 +118,14 @@ class Evaluations:
     num_worse: int = 0
 
     @classmethod
-    def of(cls, settings: Settings, folder: Path) -> "Evaluations":
-        found, file = cls(settings), folder / METRICS
+    def of(cls, settings: Settings, folder: Path, only_saved: bool = False) -> "Evaluations":
+        """Read the rows of a run; `only_saved`: those of steps that have a checkpoint."""
+        found, file, root = cls(settings), folder / METRICS, folder / CHECKPOINTS
         for line in file.read_text().splitlines() if file.is_file() else ():
             with suppress(ValueError, KeyError, TypeError):  # a line that a crash has cut short
-                found.add(json.loads(line))
+                row = json.loads(line)
+                if settings.best_metric in row and (not only_saved or find(step_folder(root, row["step"])) is not None):
+                    found.add(row)
         return found
 
     def add(self, row: Row) -> bool:
@@ -150,9 +153,11 @@ def best_or_newest(path: Path) -> Path:
     """Return the checkpoint of the best evaluation if `path` is a run with load_best_model_at_end, else `newest_in`."""
     config = read_object(path / CONFIG) if (path / CONFIG).is_file() else {}
     if config.get("load_best_model_at_end"):
-        best = Evaluations.of(Settings(metric_for_best_model=config.get("metric_for_best_model")), path)
-        if find(place := step_folder(path / CHECKPOINTS, best.step)) is not None:
-            return place
+        best = Evaluations.of(
+            Settings(metric_for_best_model=config.get("metric_for_best_model")), path, only_saved=True
+        )
+        if best.step:
+            return step_folder(path / CHECKPOINTS, best.step)
     return newest_in(path)
 
 

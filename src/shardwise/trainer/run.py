@@ -22,7 +22,7 @@ from torch import nn
 from ..api.full_weights import load_full_state_dict
 from ..api.sharding import free_bytes_here, shard
 from ..base.errors import ConfigurationError, DivergenceError, SaveError, ShardwiseError
-from ..checkpoint.folder import CHECKPOINTS, continue_from, find, step_folder
+from ..checkpoint.folder import CHECKPOINTS, continue_from
 from ..checkpoint.saving import save
 from ..core import mesh
 from ..core.engine.guards import engine_of
@@ -225,11 +225,6 @@ def set_up(settings: Settings, context: FailureContext) -> Run:
     all_or_none(world, lambda: take_folder() if rank == 0 else None)
     metrics.truncate_after(first_step)
     evaluations = exchange(world, Evaluations.of(settings, folder) if rank == 0 else None)[0]
-    if settings.load_best_model_at_end and evaluations.step:
-        best = step_folder(folder / CHECKPOINTS, evaluations.step)
-        if not exchange(world, find(best) is not None)[0]:
-            say(f"{best} is not there: the best model is that of the evaluations from now on, not {evaluations}")
-            evaluations = Evaluations(settings)
     run = Run(
         settings=settings, folder=folder, checked=checked, data=identity, built=built, model=model,
         optimizer=optimizer, samples=samples, eval_samples=eval_samples, rank=rank, device=device, hosts=hosts,
