@@ -95,6 +95,20 @@ def test_the_best_weights_are_never_removed_and_are_those_at_the_end(run_ranks: 
     assert any(value.numel() == norm.numel() and torch.equal(value.view(-1), norm) for value in saved.values())
 
 
+def test_only_evaluations_with_a_checkpoint_can_be_loaded(tmp_path: Path) -> None:
+    """As in a run that was resumed with load_best_model_at_end, or whose checkpoints were removed by hand."""
+    found = [{"step": step, "eval_loss": value} for step, value in ((2, 1.0), (4, 2.0), (6, 3.0), (8, None))]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in found) + '{"step": 9, "eval_lo')
+    for step in (4, 6, 8):
+        (tmp_path / f"checkpoints/step-{step:06}").mkdir(parents=True)
+        (tmp_path / f"checkpoints/step-{step:06}/complete").touch()
+    for is_wanted, best in ((True, 4), (False, 8)):
+        (tmp_path / "config.json").write_text(json.dumps({"load_best_model_at_end": is_wanted}))
+        assert best_or_newest(tmp_path) == tmp_path / f"checkpoints/step-{best:06}"
+    counted = Evaluations.of(Settings(), tmp_path)
+    assert (counted.step, counted.last_step, counted.num_worse) == (2, 8, 3)
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [

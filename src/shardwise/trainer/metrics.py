@@ -153,10 +153,8 @@ def best_or_newest(path: Path) -> Path:
     """Return the checkpoint of the best evaluation if `path` is a run with load_best_model_at_end, else `newest_in`."""
     config = read_object(path / CONFIG) if (path / CONFIG).is_file() else {}
     if config.get("load_best_model_at_end"):
-        best = Evaluations.of(
-            Settings(metric_for_best_model=config.get("metric_for_best_model")), path, only_saved=True
-        )
-        if best.step:
+        settings = Settings(metric_for_best_model=config.get("metric_for_best_model"))
+        if (best := Evaluations.of(settings, path, only_saved=True)).step:
             return step_folder(path / CHECKPOINTS, best.step)
     return newest_in(path)
 
