@@ -231,7 +231,6 @@ def test_settings(keys: dict[str, Any], settings: dict[str, Any]) -> None:
         {"label_smoothing_factor": 0.1},
         {"neftune_noise_alpha": 5},
         {"torch_compile_backend": "tvm"},
-        {"load_best_model_at_end": True},
         {"num_train_epochs": 0},
         {"batch_size": 0},
         {"plugins": ["axolotl.integrations.grokfast.GrokfastPlugin"]},
@@ -255,6 +254,27 @@ def test_settings(keys: dict[str, Any], settings: dict[str, Any]) -> None:
 )
 def test_refused(keys: dict[str, Any]) -> None:
     assert set(refused(read(**keys))) == set(keys)
+
+
+BEST = {"load_best_model_at_end": True, "metric_for_best_model": "loss", "greater_is_better": False}
+EVALUATED = {"max_steps": 100, "eval_strategy": "steps", "eval_steps": 10, "save_strategy": "best"}
+
+
+def test_the_best_model_and_early_stopping() -> None:
+    migrated = read(output_dir="out", **EVALUATED, **BEST, early_stopping_patience=3)
+    assert not migrated.refused
+    assert migrated.settings["metric_for_best_model"] == "eval_loss"
+    found = resolve([], {}, {}, others={"file": migrated.settings}).settings
+    assert (found.load_best_model_at_end, found.early_stopping_patience, found.eval_steps) == (True, 3, 10)
+    alone = read(output_dir="out", **BEST, eval_strategy="epoch", num_train_epochs=1)
+    assert "load_best_model_at_end" not in alone.settings, "the only evaluation is the last one"
+    assert not alone.refused
+    assert set(refused(read(output_dir="out", **{**EVALUATED, **BEST, "greater_is_better": True}))) == {
+        "greater_is_better"
+    }
+    wrong = {**EVALUATED, **BEST, "metric_for_best_model": "accuracy"}
+    assert set(refused(read(output_dir="out", **wrong))) == {"metric_for_best_model"}
+    assert set(refused(read(output_dir="out", **EVALUATED))) == {"save_strategy"}
 
 
 @pytest.mark.parametrize(

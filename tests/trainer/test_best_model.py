@@ -3,7 +3,7 @@
 import json
 import math
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -11,6 +11,8 @@ from safetensors.torch import load_file
 
 from shardwise.base.errors import ConfigurationError
 from shardwise.checkpoint.folder import complete_steps
+from shardwise.trainer import settings as module
+from shardwise.trainer.checks import check_evaluations
 from shardwise.trainer.metrics import Evaluations, best_or_newest
 from shardwise.trainer.models.restore import find_restorable
 from shardwise.trainer.settings import Settings
@@ -39,6 +41,17 @@ def test_patience_counts_as_transformers_does() -> None:
     assert not found.add({"step": 9, "loss": 0.0}), "no evaluation"
 
 
+def test_of_a_metric_such_as_an_accuracy_more_is_better(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "Metric", Literal["eval_accuracy"])
+    found = Evaluations(Settings(metric_for_best_model="accuracy", greater_is_better=True))
+    assert [found.add({"step": step, "eval_accuracy": value}) for step, value in ((1, 0.5), (2, 0.4), (3, 0.6))] == [
+        True, False, True,
+    ]  # fmt: skip
+    assert str(found) == "eval_accuracy 0.6000 at step 3"
+    with pytest.raises(ConfigurationError, match="more eval_accuracy is better"):
+        check_evaluations(Settings(metric_for_best_model="eval_accuracy", greater_is_better=False))
+
+
 def test_a_killed_run_stops_early_at_the_same_step_under_another_strategy(run_ranks: Pool, tmp_path: Path) -> None:
     changes: dict[str, Any] = {"eval_steps": 1, "early_stopping_patience": 2, "early_stopping_threshold": 5.0}
     changes |= {"max_eval_samples": 8, "max_steps": 9}
@@ -52,7 +65,7 @@ def test_a_killed_run_stops_early_at_the_same_step_under_another_strategy(run_ra
     kept = [row for row in rows(parts) if row["step"] == 1 or (row["step"] == 2 and "loss" in row)]
     (parts / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in kept))
     again = settings_for(parts, strategy="zero1", resume_from_checkpoint="auto", **changes)
-    assert train(run_ranks, 4, again) == 0
+    assert train(run_ranks, 2, again) == 0
     assert evaluated(parts) == pytest.approx(evaluated(whole), rel=1e-5)
     assert train(run_ranks, 2, again) == 0, "started once more, it has nothing left to do"
     assert complete_steps(parts / "checkpoints") == [2, 3]
@@ -82,19 +95,38 @@ def test_the_best_weights_are_never_removed_and_are_those_at_the_end(run_ranks: 
     assert any(value.numel() == norm.numel() and torch.equal(value.view(-1), norm) for value in saved.values())
 
 
+def test_only_evaluations_with_a_checkpoint_can_be_loaded(tmp_path: Path) -> None:
+    """As in a run that was resumed with load_best_model_at_end, or whose checkpoints were removed by hand."""
+    found = [{"step": step, "eval_loss": value} for step, value in ((2, 1.0), (4, 2.0), (6, 3.0), (8, None))]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in found) + '{"step": 9, "eval_lo')
+    for step in (4, 6, 8):
+        (tmp_path / f"checkpoints/step-{step:06}").mkdir(parents=True)
+        (tmp_path / f"checkpoints/step-{step:06}/complete").touch()
+    for is_wanted, best in ((True, 4), (False, 8)):
+        (tmp_path / "config.json").write_text(json.dumps({"load_best_model_at_end": is_wanted}))
+        assert best_or_newest(tmp_path) == tmp_path / f"checkpoints/step-{best:06}"
+    counted = Evaluations.of(Settings(), tmp_path)
+    assert (counted.step, counted.last_step, counted.num_worse) == (2, 8, 3)
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"early_stopping_patience": 3}, "patience 3 needs evaluations.*eval_steps is 0.*give eval_steps"),
-        ({"load_best_model_at_end": True, "eval_steps": 2, "eval_fraction": 0}, "eval_fraction 0: give.*eval_file"),
-        ({"metric_for_best_model": "eval_los"}, "unknown 'eval_los'; did you mean 'eval_loss'"),
+        ({"early_stopping_patience": 3}, "patience 3, but eval_steps is 0 .*it needs evaluations"),
+        ({"load_best_model_at_end": True, "eval_steps": 2, "eval_fraction": 0}, "eval_fraction 0: .*or eval_file"),
+        ({"eval_prompts": "a.txt", "eval_fraction": 0}, "eval_prompts a.txt, but .*eval_fraction 0"),
+        ({"eval_prompts": "a.txt", "sample_tokens": 0}, "sample_tokens 0: give at least 1 token"),
         ({"metric_for_best_model": "loss", "greater_is_better": True}, "less eval_loss is better"),
-        ({"early_stopping_threshold": 0.1}, "without early_stopping_patience"),
     ],
 )
 def test_wrong_requests_are_refused(changes: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigurationError, match=words):
-        Settings(**changes)
+        check_evaluations(Settings(**changes))
+
+
+def test_an_unknown_metric_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="unknown 'eval_los'; did you mean 'eval_loss'"):
+        Settings(metric_for_best_model="eval_los")
 
 
 def test_the_metric_may_be_written_as_in_transformers() -> None:

@@ -285,6 +285,10 @@ def test_a_services_variables_are_not_ours() -> None:
         ("learning_rat: 1", "unknown key 'learning_rat' (file {file} line 1); did you mean 'learning_rate'?"),
         ("seed: 1\n\nzzz: 1", "unknown key 'zzz' (file {file} line 3); `shardwise train --help` lists them all"),
         ("seed: x", "seed: 'x' (file {file} line 1) is not a whole number"),
+        (
+            "per_device_train_batch_size: x",
+            "per_device_train_batch_size: 'x' (file {file} line 1) is not a whole number or auto",
+        ),
         ("seed: 1.5", "seed: '1.5' (file {file} line 1) is not a whole number"),
         ("seed:", "seed: nothing (file {file} line 1) is not a whole number"),
         ("seed: [1]", "seed: a list (file {file} line 1) is not a whole number"),

@@ -15,6 +15,7 @@ from shardwise.core.schedule.state_bytes import StateBytes
 from shardwise.trainer import run_summary
 from shardwise.trainer.compilation import Compilation
 from shardwise.trainer.loop import Ending
+from shardwise.trainer.metrics import Evaluations
 from shardwise.trainer.run_checkpoints import Saves
 from shardwise.trainer.run_state import Run
 from shardwise.trainer.settings import Batching, Settings
@@ -54,7 +55,7 @@ SETTINGS = Settings(precision="fp32", learning_rate=3e-3, warmup_steps=10)
 def plan(activation_bytes: int | None = None, **changes: Any) -> SimpleNamespace:
     note = NOTE if activation_bytes is None else ""
     peak = SimpleNamespace(peak=SimpleNamespace(name="backward blocks.3"))
-    facts = {"why": "", "note": note, "activation_bytes": activation_bytes, "peak_bytes": None}
+    facts = {"why": "", "why_batch": "", "note": note, "activation_bytes": activation_bytes, "peak_bytes": None}
     facts["compilation"] = Compilation(False, "on CPUs it takes longer than it saves")
     return SimpleNamespace(**{**facts, "entry": SimpleNamespace(name="ddp", memory=peak), **changes})
 
@@ -102,6 +103,7 @@ START = StandIn(
     free_host_bytes=0,
     records=SimpleNamespace(first_loss=5.54711, last_loss=2.1034, tokens_per_step=2048, tokens_per_s=9752.4, mfu=None),
     saved_step=200,
+    evaluations=Evaluations(SETTINGS, step=200, value=2.1512, last_step=200),
     eval_loss=2.1512,
     exported="runs/tiny/export",
     generated="value of the object.\nThe end",
@@ -337,3 +339,16 @@ def test_words_stay_whole_on_a_narrow_terminal(columns: int, monkeypatch: pytest
     assert max(len(line) for line in shown.splitlines() if "/" not in line) <= columns
     assert set(shown.split()) == set(whole.split())
     assert shown.count("  predicted ") == (2 if columns == 60 else 1)
+
+
+def test_the_best_model_and_the_chosen_micro_batch_are_named() -> None:
+    wanted = settings(eval_steps=10, load_best_model_at_end=True, early_stopping_patience=2)
+    why = "auto: the fastest of 4, 8 that fits, as planned"
+    run = started(settings=wanted, planned=plan(36_400_000, why_batch=why))
+    text = " ".join(banner(run).split())
+    assert f"x 8, 2,048 tokens a step ({why})" in text
+    assert "checkpoint at the end and at each new best evaluation" in text
+    run.evaluations = Evaluations(wanted, step=80, value=2.05, last_step=100, num_worse=2)
+    text = " ".join(summary(run, Ending(100)).split())
+    assert text.startswith("stopped early (2 evaluations without a better eval_loss): step 100 of 200")
+    assert "best eval_loss 2.0500 at step 80" in text

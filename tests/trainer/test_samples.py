@@ -47,9 +47,6 @@ def test_samples_change_no_loss_and_a_resumed_run_writes_the_same(run_ranks: Poo
 @pytest.mark.parametrize(
     ("name", "content", "words"),
     [
-        ("a.jsonl", '{"prompt": "a"}\n{"text": "b"}\n', r"a\.jsonl:2: no prompt"),
-        ("a.jsonl", '{"prompt": "a"\n', r"a\.jsonl:1: no prompt"),
-        ("a.jsonl", '["prompt"]\n', r"a\.jsonl:1: no prompt"),
         ("a.txt", "\n \n", "has 0 prompts; give 1 to 100"),
         ("a.txt", "a\n" * 101, "has 101 prompts"),
         ("a.txt", None, "cannot be read: No such file"),
@@ -60,8 +57,3 @@ def test_wrong_files_are_refused(tmp_path: Path, name: str, content: str | None,
         (tmp_path / name).write_text(content)
     with pytest.raises(ConfigurationError, match=words):
         prompts_in(str(tmp_path / name))
-
-
-def test_rows_are_prompts(tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl").write_text('{"prompt": "two\\nlines"}\n\n{"prompt": "b", "id": 3}')
-    assert prompts_in(str(tmp_path / "a.jsonl")) == ("two\nlines", "b")

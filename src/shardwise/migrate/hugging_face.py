@@ -9,8 +9,9 @@ LLaMA-Factory get the same ones, although these programs have others.
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
+from ..trainer.settings import Metric
 from .accelerate import PRECISIONS, precision_for, read_completed, read_device
 from .account import FALSE, TRUE, Block
 from .fsdp import ON_HOST, Fsdp, known_keys, read_fsdp, read_groups, set_strategy, strategies
@@ -54,6 +55,7 @@ def read_hugging_face(top: Block, folder: Path) -> Original:
         _schedule,
         _optimizer,
         _intervals,
+        _best_model,
         _checkpointing_and_compilation,
         _adapters,
         _rest,
@@ -431,12 +433,29 @@ def _intervals(top: Block) -> None:
     _interval(top, "save_strategy", "save_steps", "saves_per_epoch")
 
 
+def _best_model(top: Block) -> None:
+    """Read which evaluation is the best, and what that decides. The one at the end alone decides nothing."""
+    patience = top.first_of("early_stopping_patience", "early_stopping_steps")
+    keys = (patience, "load_best_model_at_end", "metric_for_best_model", "greater_is_better")
+    metric, is_greater = f"eval_{top.text(keys[2], 'loss').removeprefix('eval_')}", top.flag(keys[3])
+    asked: dict[str, Any] = {"early_stopping_patience": top.whole(patience, 0, least=0), keys[1]: top.flag(keys[1])}
+    asked = {name: value for name, value in asked.items() if value and "eval_steps" in top.settings}
+    if not asked:
+        top.ignored(keys, "no evaluation before the end decides anything")
+    elif metric not in get_args(Metric):
+        top.refused(keys[2], f"an evaluation measures only {' and '.join(get_args(Metric))}")
+    elif is_greater:
+        top.refused(keys[3], f"less {metric} is better")
+    else:
+        top.sets(keys, **asked, metric_for_best_model=metric)
+
+
 def _interval(top: Block, strategy: str, key: str, per_epoch: str) -> None:
     """Read an interval: steps, a fraction of all steps, or N times per epoch (Axolotl's key)."""
     default = "steps" if key == "save_steps" or top.has(key) else "no"
     when = top.word(strategy, ("no", "steps", "epoch", "best"), default)
-    if when == "best":
-        top.refused(strategy, "no checkpoint is better than another here; write steps, epoch or no")
+    if when == "best" and (key == "eval_steps" or not top.flag("load_best_model_at_end")):
+        top.refused(strategy, "write steps, epoch or no; load_best_model_at_end saves each new best evaluation, too")
     elif when == "epoch":
         _times_per_epoch(top, strategy, key, 1.0)
     else:

@@ -94,11 +94,9 @@ def choose(model: nn.Module, found: list[UnitSpec], asked: AutoRequest, machine:
             f"{asked.disk_path} is not a folder, and state might be offloaded there: make it, or name one that is there"
         )
     name, subject, training, clips = type(model).__name__, None, asked.training, True
-    batches: Sequence[tuple[int, int]] = ()
     try:
         if isinstance(asked.batch, Workload):
             subject, training, clips = asked.batch.subject, asked.batch.training, asked.batch.clips
-            batches = asked.batch.batches
         elif asked.batch is not None:
             subject = subject_of_module(model, training, asked.units)
     except Exception as error:  # noqa: BLE001  any model's own code runs here
@@ -111,6 +109,7 @@ def choose(model: nn.Module, found: list[UnitSpec], asked: AutoRequest, machine:
         subject = Subject(name, tuple(found), lambda training: works, 0.0, {"name": name})
         assert machine.free_bytes is not None
         machine = replace(machine, free_bytes=round(machine.free_bytes * (1 - UNKNOWN_SHARE)))
+    batches = asked.batch.batches if isinstance(asked.batch, Workload) else ()
     batches = batches or [(training.micro_batch, training.num_micro_batches)]
     choice = choices(training, (training.checkpointing,), batches)
     tie = TIE if machine.has_reserve else PROCESSOR_TIE

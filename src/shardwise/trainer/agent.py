@@ -61,7 +61,7 @@ def run_agent(settings: Settings, num_ranks_here: int, task: Task, status: Start
     if max_nodes > 1:
         meeting = _meeting(settings, Path(task.logs))
     stop_agent = SignalException("the ranks are to be killed", signal.SIGKILL)
-    with temporary_folder() as folder, RankWatcher(say, stop_agent, settings.timeout, folder, status.stop) as watcher:
+    with temporary_folder() as folder, RankWatcher(say, stop_agent, settings.timeout, folder) as watcher:
         config = LaunchConfig(
             min_nodes=min_nodes,
             max_nodes=max_nodes,
@@ -118,7 +118,7 @@ class _Starts(LogsSpecs):
     def __init__(self, folder: Path, watcher: RankWatcher, host: str, status: StartStatus) -> None:
         super().__init__()
         self._folder, self._watcher, self._host, self._num_starts = folder, watcher, host, 0
-        self._status = status
+        self._status, watcher.leave_terminal = status, status.stop
 
     @property
     def root_log_dir(self) -> str:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from ..base.documents import parse, read_text
+from ..base.documents import read_text
 from ..base.errors import CheckpointError, ConfigurationError
 from ..checkpoint.opened import open_checkpoint
 from ..core.mesh import is_joined, num_local_ranks, require_nodes
@@ -119,6 +119,7 @@ def require_targets(samples: Samples, objective: str | None, say: Callable[[str]
 def check_all(settings: Settings, num_ranks: int) -> Checked:
     """Check the settings of a run against its files and its number of ranks."""
     check_strategy(settings.strategy, settings.offload, settings.wire)
+    check_evaluations(settings)
     folder = offload_of(settings.offload).folder
     if folder is not None and not folder.is_dir():
         raise ConfigurationError(f"offload: {folder} is not a folder: make it, or name one that is there")
@@ -161,21 +162,31 @@ def check_all(settings: Settings, num_ranks: int) -> Checked:
     return Checked(facts, tokenizer, seq_length, batching, prompts_in(settings.eval_prompts))
 
 
+def check_evaluations(settings: Settings) -> None:
+    """Check the settings about evaluations against each other. A resumed run may have only some of them as flags."""
+    if settings.greater_is_better == settings.is_less_better:
+        is_better = f"{'less' if settings.is_less_better else 'more'} {settings.best_metric} is better"
+        raise ConfigurationError(f"greater_is_better {settings.greater_is_better}, but {is_better}: leave it out")
+    metric, objective = settings.best_metric, settings.objective
+    if metric != "eval_loss" and ("rewards" in metric) == (objective is None):
+        raise ConfigurationError(f"metric_for_best_model: {metric} is not measured with objective {objective}; "
+                                 "use eval_loss")  # fmt: skip
+    if settings.eval_prompts and not settings.sample_tokens:
+        raise ConfigurationError(f"eval_prompts {settings.eval_prompts} with sample_tokens 0: give at least 1 token")
+    for name in ("early_stopping_patience", "load_best_model_at_end", "eval_prompts"):
+        has_all = (settings.eval_steps or name == "eval_prompts") and (settings.eval_file or settings.eval_fraction)
+        if getattr(settings, name) and not has_all:
+            raise ConfigurationError(
+                f"{name} {getattr(settings, name)}, but eval_steps is {settings.eval_steps:g} and eval_fraction "
+                f"{settings.eval_fraction:g}: it needs evaluations; set eval_steps, and eval_fraction or eval_file"
+            )
+
+
 def prompts_in(file: str | None) -> tuple[str, ...]:
-    """Read the prompts of --eval-prompts: its lines, or the `prompt` of its rows."""
+    """Read the prompts of --eval-prompts, one in each line."""
     if file is None:
         return ()
-    path, found = Path(file).expanduser(), []
-    for number, line in enumerate(read_text(path).split("\n"), 1):
-        prompt: object = line.strip()
-        if prompt and path.suffix.lower() == ".jsonl":
-            try:
-                prompt = parse(line)["prompt"]
-            except (ValueError, KeyError, TypeError):
-                prompt = None
-            if not isinstance(prompt, str) or not prompt.strip():
-                raise ConfigurationError(f'eval_prompts {file}:{number}: no prompt; write {{"prompt": "a text"}}')
-        found += [str(prompt)] if prompt else []
+    found = [line.strip() for line in read_text(Path(file).expanduser()).split("\n") if line.strip()]
     if not 1 <= len(found) <= MAX_PROMPTS:
         raise ConfigurationError(f"eval_prompts {file} has {len(found):,} prompts; give 1 to {MAX_PROMPTS}")
     return tuple(found)

@@ -394,12 +394,13 @@ def _wrong(place: tuple[Any, ...], value: Any, origins: Mapping[str, list[str]])
         kind = PARTS[key].get(place[1], str)
     shown = {NoneType: "nothing", list: "a list", dict: "a mapping"}.get(type(value), repr(value)[:200])
     choices = _choices(kind)
-    if choices:
+    if choices and int not in get_args(kind):
         wanted = f"known; {did_you_mean(str(value), choices)}"
     elif key in PARTS and path == key:
         wanted = "a mapping" if PARTS[key] else "a name or a mapping from patterns to names"
     else:
         wanted = WANTED[next(part for part in (kind, get_origin(kind), *get_args(kind)) if part in WANTED)]
+        wanted = " or ".join((wanted, *choices))
     return ConfigurationError(f"{path}: {shown} ({'; '.join(origins[path])}) is not {wanted}")
 
 

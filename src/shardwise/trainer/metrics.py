@@ -32,7 +32,7 @@ from ..base.errors import ConfigurationError, printable_lines
 from ..base.text import duration, size
 from ..checkpoint.folder import CHECKPOINTS, find, newest_in, step_folder
 from .run_folder import CONFIG, METRICS, SAMPLES, replace_file
-from .settings import IS_GREATER_BETTER, Settings
+from .settings import Settings
 
 Row = Mapping[str, float | int | None]
 
@@ -112,9 +112,9 @@ class Divergence:
 
 @dataclass(slots=True)
 class Evaluations:
-    """The best evaluation of a run, and how many have followed that do not count as better.
+    """The best evaluation of a run, and the number of those since then that do not count as better.
 
-    It follows from the rows of the run folder, so a resumed run counts on, whatever its strategy.
+    It follows from the rows in the run folder, so a resumed run counts on, whatever its strategy.
     """
 
     settings: Settings
@@ -124,20 +124,22 @@ class Evaluations:
     num_worse: int = 0
 
     @classmethod
-    def of(cls, settings: Settings, folder: Path) -> "Evaluations":
-        found, file = cls(settings), folder / METRICS
+    def of(cls, settings: Settings, folder: Path, only_saved: bool = False) -> "Evaluations":
+        """Read the rows of a run; `only_saved`: those of steps that have a checkpoint."""
+        found, file, root = cls(settings), folder / METRICS, folder / CHECKPOINTS
         for line in file.read_text().splitlines() if file.is_file() else ():
-            with suppress(ValueError, KeyError, TypeError):  # a line that is being written, or that a crash cut short
-                found.add(json.loads(line))
+            with suppress(ValueError, KeyError, TypeError):  # a line that a crash has cut short
+                row = json.loads(line)
+                if settings.best_metric in row and (not only_saved or find(step_folder(root, row["step"])) is not None):
+                    found.add(row)
         return found
 
     def add(self, row: Row) -> bool:
-        """Take a row; return whether it is the best evaluation so far. A value that is not a number is never better."""
-        step, metric = int(row["step"] or 0), self.settings.best_metric
+        """Take a row; return whether it is the best evaluation so far. NaN (None in a file) is never better."""
+        metric, step, sign = self.settings.best_metric, int(row["step"] or 0), -1 if self.settings.is_less_better else 1
         if metric not in row or step <= self.last_step:
             return False
-        value, sign = row[metric], 1 if IS_GREATER_BETTER[metric] else -1
-        value = math.nan if value is None else value
+        value = math.nan if (found := row[metric]) is None else found
         gain = sign * (value - (self.value if self.step else -sign * math.inf))
         self.last_step = step
         self.num_worse = 0 if gain > self.settings.early_stopping_threshold else self.num_worse + 1
@@ -147,8 +149,7 @@ class Evaluations:
 
     def is_exhausted(self) -> bool:
         """Return True if the run has to stop early."""
-        patience = self.settings.early_stopping_patience
-        return patience is not None and self.num_worse >= patience
+        return self.num_worse >= (self.settings.early_stopping_patience or math.inf)
 
     def __str__(self) -> str:
         return f"{self.settings.best_metric} {self.value:.4f} at step {self.step:,}"
@@ -158,9 +159,9 @@ def best_or_newest(path: Path) -> Path:
     """Return the checkpoint of the best evaluation if `path` is a run with load_best_model_at_end, else `newest_in`."""
     config = read_object(path / CONFIG) if (path / CONFIG).is_file() else {}
     if config.get("load_best_model_at_end"):
-        best = Evaluations.of(Settings(metric_for_best_model=config.get("metric_for_best_model")), path)
-        if find(place := step_folder(path / CHECKPOINTS, best.step)) is not None:
-            return place
+        settings = Settings(metric_for_best_model=config.get("metric_for_best_model"))
+        if (best := Evaluations.of(settings, path, only_saved=True)).step:
+            return step_folder(path / CHECKPOINTS, best.step)
     return newest_in(path)
 
 
@@ -411,7 +412,6 @@ class Progress:
         self._total = total_steps
         self._step = first_step
         self._is_shown = is_shown
-        self.note = ""  # shown until the first step is done
         self._row: dict[str, float | int] = {}
         # Time and number of the first step of this start. It takes longer, so `_time_left` leaves it out.
         self._clock: tuple[float, int] | None = None
@@ -431,7 +431,7 @@ class Progress:
 
     def advance(self, step: int) -> None:
         """Note that `step` steps are queued; their results may arrive much later."""
-        self._step, self.note = step, ""
+        self._step = step
         if self._clock is None:
             self._clock = (time.monotonic(), step)
 
@@ -476,8 +476,7 @@ class Progress:
         share = f"{self._step / max(self._total, 1):4.0%}"
         head.add_row(bar, self._line_start(self._step), share, *self._time_left())
         memory = _memory_words(row, _MEMORY)
-        lines = [[self.note] if self.note else [], _words(row, _TRAINING), _words(row, _EVALUATION)]
-        lines.append(["memory", *memory] if memory else [])
+        lines = [_words(row, _TRAINING), _words(row, _EVALUATION), ["memory", *memory] if memory else []]
         return Group(head, *[Text("  ".join(line), overflow="crop", no_wrap=True) for line in lines if line])
 
 

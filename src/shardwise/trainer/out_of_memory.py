@@ -313,9 +313,10 @@ def _text(report: dict[str, Any], planned: RunPlan | None, changes: "list[Remedy
     if (pool := report["pool"]) is not None:
         unused = size(pool["reserved"] - pool["allocated"])
         lines.append(f"    allocator {size(pool['reserved'])} reserved of {size(pool['limit'])}, {unused} of it unused")
-    batch = ""
-    if planned is not None and planned.why_batch:
-        batch = f"{FLAGS['micro_batch']} {planned.entry.training.micro_batch} ({planned.why_batch})"
+    is_chosen = planned is not None and planned.why_batch
+    batch = (
+        f"{FLAGS['micro_batch']} {planned.entry.training.micro_batch} ({is_chosen})" if planned and is_chosen else ""
+    )
     lines += labelled_lines({"largest": largest, "micro-batch": batch, "to blame": report["blame"]})
     if not changes:
         return "\n".join([*lines, "  what would help: split more, a smaller micro-batch, or more ranks"])

@@ -71,16 +71,9 @@ class WatchedRank:
 class RankWatcher:
     """Raises `stop_agent` in the main thread when the ranks have to be killed; `code` is then the exit code."""
 
-    def __init__(
-        self,
-        say: Callable[[str], None],
-        stop_agent: Exception,
-        timeout_s: float,
-        folder: Path,
-        leave_terminal: Callable[[], None] = lambda: None,
-    ) -> None:
+    def __init__(self, say: Callable[[str], None], stop_agent: Exception, timeout_s: float, folder: Path) -> None:
         self.code: int | None = None
-        self._leave_terminal = leave_terminal
+        self.leave_terminal: Callable[[], None] = _IGNORE  # called when a rank runs
         self._timeout_s = timeout_s
         self._temporary_folder = folder
         self._turned_s = time.monotonic()
@@ -161,7 +154,7 @@ class RankWatcher:
         for note in read_notes(self._folder):
             self.ranks.setdefault(note.local_rank, WatchedRank(note)).note = note
         if self.ranks and (mark := self._folder / MARK).exists():
-            self._leave_terminal()
+            self.leave_terminal()
             mark.unlink()
         for rank in self.ranks.values():
             if rank.gone_s is None:

@@ -22,7 +22,7 @@ from torch import nn
 from ..api.full_weights import load_full_state_dict
 from ..api.sharding import free_bytes_here, shard
 from ..base.errors import ConfigurationError, DivergenceError, SaveError, ShardwiseError
-from ..checkpoint.folder import CHECKPOINTS, continue_from, find, step_folder
+from ..checkpoint.folder import CHECKPOINTS, continue_from
 from ..checkpoint.saving import save
 from ..core import mesh
 from ..core.engine.guards import engine_of
@@ -74,7 +74,8 @@ def run_rank(text: str) -> int:
     """Train as one rank and return the exit code. A crash raises, so that a launcher can start the rank again."""
     was_joined = mesh.is_joined()
     try:
-        return _run(settings_from_json(text))
+        with StartStatus(mesh.is_first()) as status:
+            return _run(settings_from_json(text), FailureContext(status=status))
     except ShardwiseError as error:
         if error.exit_code == ShardwiseError.exit_code:
             raise
@@ -89,22 +90,20 @@ def run_rank(text: str) -> int:
             mesh.leave()
 
 
-def _run(settings: Settings) -> int:
+def _run(settings: Settings, context: FailureContext) -> int:
     settings = completed(settings, torch.cuda.is_available())
-    with StartStatus(mesh.is_first()) as status:
-        status.show("waiting for all ranks")
-        mesh.init(device=settings.device, timeout_s=settings.timeout)
-        context = FailureContext(status=status)
-        try:
-            return _train(settings, context)
-        except (OSError, SaveError) as error:
-            if explained := context.folder and failed_write(context.folder, error):
-                raise explained from error
-            raise
-        except (RuntimeError, MemoryError) as error:
-            if is_out_of_memory(error):
-                raise explain(error, context) from error
-            raise
+    context.status.show("waiting for all ranks")
+    mesh.init(device=settings.device, timeout_s=settings.timeout)
+    try:
+        return _train(settings, context)
+    except (OSError, SaveError) as error:
+        if explained := context.folder and failed_write(context.folder, error):
+            raise explained from error
+        raise
+    except (RuntimeError, MemoryError) as error:
+        if is_out_of_memory(error):
+            raise explain(error, context) from error
+        raise
 
 
 def _train(settings: Settings, context: FailureContext) -> int:
@@ -112,13 +111,12 @@ def _train(settings: Settings, context: FailureContext) -> int:
     run = context.run = set_up(settings, context)
     context.status.stop()
     if run.is_first:
-        run.progress.say(banner(run))
+        run.progress.say(banner(run) + "\nthe first step compiles the blocks" * (run.settings.compile == "on"))
     engine = engine_of(run.model)
     traced: AbstractContextManager[Callable[[], None]] = nullcontext(lambda: None)
     if settings.profile and run.is_first:
         traced = traced_steps(run.folder, run.device.type, engine.gathers.settle, engine.finish_updates)
     try:
-        run.progress.note = "compiling the blocks" if run.settings.compile == "on" else ""
         with run.progress, traced as after_step:
             ending = run_steps(run, after_step)
             run.finish_saving()
@@ -170,7 +168,6 @@ def set_up(settings: Settings, context: FailureContext) -> Run:
     rank, num_ranks, device = world.index, world.num_ranks, mesh.device()
     status = context.status
     say: Say = status.say if rank == 0 else _SILENT
-    status.show("checking the settings")
     # Rank 0 chooses, because a folder's name may contain the time. A machine that joined late counts fewer restarts.
     num_restarts = max(exchange(world, mesh.restarts()))
     given = settings
@@ -188,10 +185,9 @@ def set_up(settings: Settings, context: FailureContext) -> Run:
     built = all_or_none(world, lambda: _built(settings, checked, device, samples))
     num_planned = settings.max_steps or _num_steps_of_epochs(settings, checked, samples.num_samples)
     model, optimizer, planned = _sharded(built, settings, checked, free_bytes, num_planned, context)
-    sizes = exchange(world, (planned.entry.training.num_micro_batches, planned.entry.training.micro_batch))[0]
-    checked = replace(checked, batching=Batching(num_ranks, *sizes))
-    if candidates:
-        status.show("loading the checkpoint")
+    training = exchange(world, planned.entry.training)[0]
+    checked = replace(checked, batching=Batching(num_ranks, training.num_micro_batches, training.micro_batch))
+    status.show("loading the checkpoint" if candidates else "opening the run folder")
     resumed = resume(candidates, model, optimizer, say)
     compiles, chunk = planned.compilation.setting, planned.entry.training.loss_chunk
     # A resumed run does not decide again.
@@ -230,11 +226,6 @@ def set_up(settings: Settings, context: FailureContext) -> Run:
     all_or_none(world, lambda: take_folder() if rank == 0 else None)
     metrics.truncate_after(first_step)
     evaluations = exchange(world, Evaluations.of(settings, folder) if rank == 0 else None)[0]
-    if settings.load_best_model_at_end and evaluations.step:
-        best = step_folder(folder / CHECKPOINTS, evaluations.step)
-        if not exchange(world, find(best) is not None)[0]:
-            say(f"{best} is not there: the best model is that of the evaluations from now on, not {evaluations}")
-            evaluations = Evaluations(settings)
     run = Run(
         settings=settings, folder=folder, checked=checked, data=identity, built=built, model=model,
         optimizer=optimizer, samples=samples, eval_samples=eval_samples, rank=rank, device=device, hosts=hosts,

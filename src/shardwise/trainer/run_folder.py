@@ -186,17 +186,15 @@ def next_steps(folder: Path, code: int) -> dict[str, str]:
     if code == ConfigurationError.exit_code or not (folder / CONFIG).is_file():
         return {}
     place, has_weights = shlex.quote(str(folder)), latest(folder / CHECKPOINTS) is not None
-    found = {"resume": f"shardwise train --output-dir {place} --resume-from-checkpoint auto"} if code else {}
-    if code == MemoryExceededError.exit_code:
-        found["memory"] = f"shardwise doctor oom {place}"
-    if code == CheckpointError.exit_code:
-        found["verify"] = f"shardwise verify {place}"
-    if has_weights:
-        found["generate"] = f"shardwise generate {place} --prompt 'Once upon a time'"
-    found["report"] = f"shardwise report {place}"
-    if has_weights and not (folder / EXPORT).is_dir():
-        found["export"] = f"shardwise export {place} {shlex.quote(str(folder / EXPORT))}"
-    return found
+    commands = {
+        "resume": code and f"train --output-dir {place} --resume-from-checkpoint auto",
+        "memory": code == MemoryExceededError.exit_code and f"doctor oom {place}",
+        "verify": code == CheckpointError.exit_code and f"verify {place}",
+        "generate": has_weights and f"generate {place} --prompt 'Once upon a time'",
+        "report": f"report {place}",
+        "export": has_weights and not (folder / EXPORT).is_dir() and f"export {place} {place}/{EXPORT}",
+    }
+    return {name: f"shardwise {command}" for name, command in commands.items() if command}
 
 
 def run_folder(settings: Settings) -> Path:

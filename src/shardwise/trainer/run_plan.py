@@ -84,6 +84,7 @@ class Draft:
     compilation: Compilation
     may_enlarge_chunks: bool
     batches: Sequence[tuple[int, int]]  # to choose from: micro-batch size and number
+    why_batch: str
 
     @property
     def name(self) -> str:
@@ -95,11 +96,6 @@ class Draft:
         asked = self.training
         sizes = (asked.micro_batch, asked.seq, asked.num_micro_batches)
         return sizes if self.note else Workload(self.subject, asked, self.clips, self.batches)
-
-    @property
-    def why_batch(self) -> str:
-        sizes = ", ".join(str(size) for size, _ in self.batches)
-        return f"auto: the fastest of {sizes} that fits, as planned" if len(self.batches) > 1 else ""
 
     def with_best_batch(self) -> "Draft":
         """Return the draft with the best of its batches; with the strategy `auto`, both are chosen later."""
@@ -158,9 +154,11 @@ def draft(
         batches = batches_of(training, batching.global_size, batching.num_ranks)
         if note:
             raise ConfigurationError(f"per_device_train_batch_size auto: {note}: give a number")
+    sizes = ", ".join(str(size) for size, _ in batches)
     drafted = Draft(
         subject, machine, training, note, not updates_early(settings), strategy_of(settings), compilation,
-        may_enlarge_chunks=settings.loss_chunk == "auto" and training.loss == "chunked" and not note, batches=batches,
+        may_enlarge_chunks=settings.loss_chunk == "auto" and training.loss == "chunked" and not note,
+        batches=batches, why_batch=f"auto: the fastest of {sizes} that fits, as planned" if len(batches) > 1 else "",
     )  # fmt: skip
     return drafted.compiled(compilation)
 

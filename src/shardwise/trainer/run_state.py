@@ -223,7 +223,9 @@ class Run:
 
     def _remove_older(self, root: Path, limit: int) -> None:
         try:
-            prune(root, limit, has_all_files, self.best_step)
+            is_wanted = self.settings.load_best_model_at_end
+            best = Evaluations.of(self.settings, self.folder, only_saved=True).step if is_wanted else None
+            prune(root, limit, has_all_files, best)
         except OSError as error:
             self.progress.say(f"older checkpoints cannot be removed: {error}")
 
@@ -245,11 +247,6 @@ class Run:
             "configuration": asdict(self.settings),
         }
 
-    @property
-    def best_step(self) -> int | None:
-        """The step of the best evaluation, whose checkpoint is never removed; None if it is not wanted."""
-        return self.evaluations.step if self.settings.load_best_model_at_end else None
-
     def finish(self, step: int) -> None:
         """Save, evaluate, take the best weights, generate a sample and export at the end of a complete run."""
         self.save(step)
@@ -258,9 +255,11 @@ class Run:
             self.evaluate(step)
         settings = self.settings
         self.activity = "the end of the run"
-        if self.best_step and self.best_step != step:
-            load(step_folder(self.folder / CHECKPOINTS, self.best_step), self.model, allow_rounding=True)
-            self.progress.say(f"the best weights are loaded: {self.evaluations}")
+        if settings.load_best_model_at_end:
+            best = exchange(self.hosts, Evaluations.of(settings, self.folder, only_saved=True))[0]
+            if best.step not in (0, step):
+                load(step_folder(self.folder / CHECKPOINTS, best.step), self.model, allow_rounding=True)
+                self.progress.say(f"the best weights are loaded: {best}")
         if settings.sample_tokens:
             [self.generated] = self._generate([self.prompt])
         if settings.export:

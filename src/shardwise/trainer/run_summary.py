@@ -115,7 +115,7 @@ def _host_memory(run: Run, engine: Engine, held: Memory) -> str:
 def _saving(run: Run, engine: Engine) -> str:
     saves, every = run.saves, interval_of(run.settings.save_steps, run.num_steps)
     words = [f"every {plural(every, 'step')}" if every else "at the end", size(saves.num_bytes)]
-    words[:1] += ["after each evaluation that is the best"] if run.settings.load_best_model_at_end else []
+    words[0] += " and at each new best evaluation" if run.settings.load_best_model_at_end else ""
     seconds = expected_save_s(run.folder, saves, engine)
     if seconds is not None:
         words.append(f"about {duration(seconds) if seconds >= 100 else f'{max(seconds, 0.1):.1f} s'} each")

@@ -64,12 +64,8 @@ Compile = Literal["auto", "on", "off"]
 AnyLossChunk = Literal["auto", "small", "large"]
 Objective = Literal["dpo", "hinge", "ipo", "simpo", "orpo"]
 DEFAULT_GLOBAL_BATCH = 16
-IS_GREATER_BETTER = {  # metrics of an evaluation; True: more is better. The last two belong to the objectives of pairs
-    "eval_loss": False,
-    "eval_perplexity": False,
-    "eval_rewards/accuracies": True,
-    "eval_rewards/margins": True,
-}
+# Metrics of an evaluation; the last two belong to objectives of pairs.
+Metric = Literal["eval_loss", "eval_perplexity", "eval_rewards/accuracies", "eval_rewards/margins"]
 DEEPSPEED_SCHEDULES = ("warmup-lr", "warmup-decay-lr", "warmup-cosine-lr")
 READ_BY: dict[str, tuple[str, tuple[str, ...]]] = {  # settings that only some values of another setting read
     "decay_steps": ("lr_scheduler_type", ("wsd",)),
@@ -139,7 +135,7 @@ class Settings:
     eval_steps: float = setting(TRAINING, 0, "Steps between two evaluations; below 1: part of all steps; 0: only at the end.", least=0)
     early_stopping_patience: int | None = setting(TRAINING, None, "Stop after this many evaluations in a row without a better metric-for-best-model. Default: never.", least=1)
     early_stopping_threshold: float = setting(TRAINING, 0.0, "How much better an evaluation must be to count for early-stopping-patience.", least=0)
-    metric_for_best_model: str | None = setting(TRAINING, None, f"Metric that says which evaluation is the best: {', '.join(IS_GREATER_BETTER)}. Default: eval_loss.")
+    metric_for_best_model: str | None = setting(TRAINING, None, f"Metric that says which evaluation is the best: {', '.join(get_args(Metric))}. Default: eval_loss.")
     greater_is_better: bool | None = setting(TRAINING, None, "Whether more of metric-for-best-model is better. Default: known from its name; anything else is refused.")
     load_best_model_at_end: bool = setting(TRAINING, False, "Save each new best evaluation's weights, never remove the best ones, and export them at the end instead of the last ones.")
     skip_nonfinite: bool = setting(TRAINING, False, "Skip steps with a gradient that is not finite, and stop after 50 in a row; otherwise the first one stops the run. Always on with fp16.")
@@ -164,7 +160,7 @@ class Settings:
     export: bool = setting(RUN, True, "Write the trained weights at the end, as a Hugging Face folder or a PEFT adapter.")
     sample_tokens: int = setting(RUN, 160, "Number of tokens to generate at the end, and for each of eval-prompts; 0: none.", least=0)
     sample_prompt: str | None = setting(RUN, None, "Prompt of the text that is generated at the end.")
-    eval_prompts: str | None = setting(RUN, None, "File of prompts, one in each line (.txt) or row (.jsonl: prompt). Each evaluation writes generated texts to samples.jsonl in the run folder.")
+    eval_prompts: str | None = setting(RUN, None, "Text file with a prompt in each line. Each evaluation writes generated texts to samples.jsonl in the run folder.")
     profile: bool = setting(RUN, False, "Write a profiler trace of three steps.")
 
     device: Literal["cpu", "cuda"] | None = setting(LAUNCH, None, "Device: cpu or cuda. Default: cuda if there is one.")
@@ -195,6 +191,7 @@ class Settings:
             ("rdzv_backend", [self.rdzv_backend], Backend),
             ("compile", [self.compile], Compile),
             ("loss_chunk", [self.loss_chunk], AnyLossChunk),
+            ("metric_for_best_model", [self.best_metric], Metric),
         ):
             for word in words:
                 if word not in get_args(choices):
@@ -216,48 +213,18 @@ class Settings:
             if value != defaults[name] and chosen not in readers:
                 needed = f"{name} {value} belongs to {other} {', '.join(readers)}"
                 raise ConfigurationError(f"{needed}, but that is {chosen}")
-        self._check_best_model()
-        if self.eval_prompts is not None and not (self.sample_tokens and (self.eval_file or self.eval_fraction)):
-            raise ConfigurationError(
-                f"eval_prompts {self.eval_prompts} with sample_tokens {self.sample_tokens} and eval_fraction "
-                f"{self.eval_fraction:g}: it needs at least 1 token, and eval_file or an eval_fraction above 0"
-            )
         num_nodes(self.nnodes)
         num_bytes_of(self.speculation)
         parse_units(self.units)
-
-    def _check_best_model(self) -> None:
-        metric = self.best_metric
-        if metric not in IS_GREATER_BETTER:
-            hint = did_you_mean(metric, IS_GREATER_BETTER)
-            raise ConfigurationError(f"metric_for_best_model: unknown {self.metric_for_best_model!r}; {hint}")
-        if metric != "eval_loss" and ("rewards" in metric) == (self.objective is None):
-            raise ConfigurationError(
-                f"metric_for_best_model {metric} is not measured with objective {self.objective or 'none'}: use eval_loss"
-            )
-        if self.greater_is_better not in (None, IS_GREATER_BETTER[metric]):
-            better = "more" if IS_GREATER_BETTER[metric] else "less"
-            raise ConfigurationError(
-                f"greater_is_better {self.greater_is_better}, but {better} {metric} is better: leave it out"
-            )
-        if self.early_stopping_threshold and self.early_stopping_patience is None:
-            raise ConfigurationError(
-                f"early_stopping_threshold {self.early_stopping_threshold:g} does nothing without "
-                "early_stopping_patience: give both"
-            )
-        for name in ("early_stopping_patience", "load_best_model_at_end"):
-            has_data = self.eval_file or self.eval_fraction
-            if getattr(self, name) and not (self.eval_steps and has_data):
-                fix = "give eval_steps" if has_data else "give eval_steps, and eval_file or an eval_fraction above 0"
-                raise ConfigurationError(
-                    f"{name} {getattr(self, name)} needs evaluations during the run, but eval_steps is "
-                    f"{self.eval_steps:g} and eval_fraction {self.eval_fraction:g}: {fix}"
-                )
 
     @property
     def best_metric(self) -> str:
         """The metric of the best evaluation. Transformers writes it with or without "eval_"."""
         return f"eval_{(self.metric_for_best_model or 'loss').removeprefix('eval_')}"
+
+    @property
+    def is_less_better(self) -> bool:
+        return self.best_metric.endswith(("loss", "perplexity"))
 
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self), indent=1)
@@ -334,15 +301,13 @@ def batching_of(settings: Settings, num_ranks: int) -> Batching:
     """Compute the batch sizes that were not given. If the product cannot be the global batch, the error shows it."""
     micro, num_micro = settings.per_device_train_batch_size, settings.gradient_accumulation_steps
     whole = settings.global_batch_size or DEFAULT_GLOBAL_BATCH
-    given = None if micro == "auto" else micro
-    if micro == "auto":  # until the planner has chosen
-        micro = None
-        if settings.global_batch_size is None and num_micro is not None:
-            raise ConfigurationError(
-                f"per_device_train_batch_size auto divides the global batch, which is unknown beside "
-                f"gradient_accumulation_steps {num_micro}: give global_batch_size, or leave one of the two out"
-            )
-    elif settings.global_batch_size is None and (micro is not None or num_micro is not None):
+    if settings.global_batch_size is None and num_micro is not None and micro == "auto":
+        raise ConfigurationError(
+            f"per_device_train_batch_size auto divides the global batch, which is unknown beside "
+            f"gradient_accumulation_steps {num_micro}: give global_batch_size, or leave one of the two out"
+        )
+    micro = given = None if micro == "auto" else micro  # until the planner has chosen
+    if settings.global_batch_size is None and (micro is not None or num_micro is not None):
         return Batching(num_ranks, num_micro or 1, micro or 1)
     if num_micro is None:
         num_micro = whole // (num_ranks * micro) if micro is not None else 1

@@ -1,15 +1,14 @@
 """The status of a run that is starting: what it waits for, until its first lines are printed.
 
-On a terminal it is one moving line. Otherwise a plain line is printed each time that something has taken another
-PLAIN_S. The launcher shows it first. Then rank 0 does, which waits in `take_terminal` until the launcher's line is
-gone: only one process at a time draws on a terminal.
+On a terminal it is one moving line; otherwise it is a plain line whenever another PLAIN_S have passed. The launcher
+shows it first, then rank 0, which waits in `take_terminal` until the launcher's line is gone: only one process at a
+time draws on a terminal.
 """
 
 import sys
 import threading
 import time
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from rich.console import Console
@@ -22,25 +21,21 @@ MARK = "terminal-is-used"
 
 
 class StartStatus:
-    """A context manager; `show` may be called again after `stop`. Prints of this process come out above the line."""
+    """A context manager. `show` may be called again after `stop`. What this process prints comes out above the line."""
 
     def __init__(self, is_shown: bool = True) -> None:
-        self._is_shown = is_shown
-        self._console = Console(highlight=False)
+        self._is_shown, self._console = is_shown, Console(highlight=False)
         is_terminal = sys.stderr.isatty() and self._console.is_terminal and not self._console.is_dumb_terminal
         self._line = Status("", console=self._console) if is_terminal else None
-        self._text, self._since_s = "", 0.0
-        self._stopped = threading.Event()
+        self._text, self._since_s, self._stopped = "", 0.0, threading.Event()
         self._stopped.set()
 
     def show(self, text: str) -> None:
-        if not self._is_shown:
-            return
         self._text, self._since_s = text, time.monotonic()
-        if self._line is not None:
+        if self._is_shown and self._line is not None:
             self._line.update(Text(text))
             self._line.start()
-        elif self._stopped.is_set():
+        elif self._is_shown and self._stopped.is_set():
             self._stopped = threading.Event()
             threading.Thread(target=self._print_plainly, args=(self._stopped,), daemon=True).start()
 
@@ -50,24 +45,20 @@ class StartStatus:
             self._line.stop()
 
     def say(self, text: str) -> None:
-        """Print a text as it is; a line that is printed otherwise is wrapped to the terminal."""
-        if self._line is None:
-            print(text, flush=True)
-        else:
-            self._console.print(Text(text), soft_wrap=True)
+        """Print a text as it is. Lines that are printed otherwise are wrapped to the terminal."""
+        self._console.print(Text(text), soft_wrap=True)
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self.stop()
         self._console.show_cursor()  # a rank that was killed has left it hidden
 
     def _print_plainly(self, stopped: threading.Event) -> None:
         while not stopped.wait(PLAIN_S):
             passed_s = time.monotonic() - self._since_s
-            if passed_s >= PLAIN_S:
-                print(f"shardwise: still {self._text} ({passed_s:.0f} s)", file=sys.stderr, flush=True)
+            print(f"shardwise: still {self._text} ({passed_s:.0f} s)", file=sys.stderr, flush=True)
 
 
 def take_terminal(folder: Path) -> None:
