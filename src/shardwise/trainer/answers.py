@@ -215,7 +215,7 @@ def _generate(prepared: Prepared, rows: Sequence[Row], is_stopped: Callable[[], 
     init()
     found, request = prepared.model, prepared.request
     model, prompts, max_seq = found.load(**prepared.words), (row.prompt for row in rows), found.facts.max_seq
-    how = {"max_seq": max_seq, "batch_size": request.batch_size, "is_stopped": is_stopped}
+    how: dict[str, Any] = {"max_seq": max_seq, "batch_size": request.batch_size, "is_stopped": is_stopped}
     return generate(model, found.tokenizer, prompts, request.sampling, **how)
 
 
@@ -237,11 +237,11 @@ def _finished(partial: Path, facts: dict[str, Any]) -> set[int]:
 
 def _complete(partial: Path, out: Path) -> None:
     """Write the answers in the order of their rows, and remove what was written until then."""
-    answers = [json.loads(line) for line in partial.read_text(encoding="utf-8").split("\n")[1:-1]]
+    lines = map(json.loads, partial.read_text(encoding="utf-8").split("\n")[1:-1])
+    answers = {answer.pop("row"): answer for answer in lines}
     draft = out.with_name(f"{out.name}.draft")
     with draft.open("w", encoding="utf-8") as file:
-        for answer in sorted(answers, key=lambda answer: answer["row"]):
-            del answer["row"]
+        for _, answer in sorted(answers.items()):
             _write(file, answer)
     draft.replace(out)
     partial.unlink()

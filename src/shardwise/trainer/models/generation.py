@@ -195,7 +195,8 @@ class _Batch:
     def __init__(self, model: nn.Module, fill_id: int) -> None:
         self._model: Any = model
         self._fill_id = fill_id
-        self._device = next(model.parameters()).device
+        engine = find_engine(model)
+        self._device = next(model.parameters()).device if engine is None else engine.mesh.device
         self._inner: Any = getattr(model, "get_base_model", lambda: model)()  # peft's wrapper passes on all arguments
         self._is_in_tree = path_of(model).how == "in-tree"
         self._accepted = inspect.signature(self._inner.forward).parameters
