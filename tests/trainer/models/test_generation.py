@@ -193,7 +193,10 @@ def test_a_model_with_a_recurrent_state_computes_the_whole_text(run_ranks: Pool,
     run_ranks(1, greedy_as_transformers, ["mamba"], tmp_path, "ddp", 6)
 
 
-@pytest.mark.parametrize("where", ["zero3+params=host+optimizer=host", "zero3+params=disk+optimizer=host"])
+@pytest.mark.parametrize(
+    "where",
+    ["zero3+params=host+optimizer=host", pytest.param("zero3+params=disk+optimizer=host", marks=pytest.mark.slow)],
+)
 def test_greedy_tokens_with_weights_off_the_device(where: str, run_ranks: Pool, tmp_path: Path) -> None:
     save_random("gemma2", tmp_path)
     run_ranks(2, greedy_as_transformers, ["gemma2"], tmp_path, where)
