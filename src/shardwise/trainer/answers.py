@@ -27,7 +27,6 @@ from .offload import check_strategy, offload_of
 
 KEYS = ("prompt", "messages", "id")
 SUFFIXES = (".jsonl", ".txt")
-NO_OPTIMIZER = "optimizer=host"  # a layout moves parameters only with the optimizer, of which there is none
 PROGRESS_S = 10.0
 
 
@@ -86,7 +85,8 @@ def prepare(request: Request) -> Prepared:
     wrong = next((move for move in offload.moves if not move.startswith("params=")), None)
     if wrong is not None:
         raise ConfigurationError(f"offload {wrong!r}: generating has nothing but parameters: write params=host")
-    moves = [*request.offload, *([NO_OPTIMIZER] if offload.moves else [])]
+    # A layout moves parameters only with the optimizer, of which there is none.
+    moves = [*request.offload, *(["optimizer=host"] if offload.moves else [])]
     check_strategy(request.strategy, moves)
     if offload.folder is not None and not offload.folder.is_dir():
         raise ConfigurationError(f"offload: {offload.folder} is not a folder: make it, or name one that is there")
@@ -106,16 +106,13 @@ def prepare(request: Request) -> Prepared:
     model = find_model_in(Path(request.path), request.tokenizer)
     is_chat = model.tokenizer.template is not None if request.chat is None else request.chat
     is_chat = is_chat and bool(request.prompt or request.prompts)  # without a prompt, a document begins
-    rows = []
+    rows, most = [], model.facts.max_seq  # with the answer
     for number, (where, row) in enumerate(given):
         if "messages" in row and request.chat is False:
             raise ConfigurationError(f"{where}: messages are a chat: leave --raw out")
         ids, stop_id = tokens_of(model.tokenizer, row.get("messages", row.get("prompt", "")), is_chat)
-        if len(ids) >= model.facts.max_seq:
-            raise ConfigurationError(
-                f"{where} has {len(ids)} tokens, and the model takes {model.facts.max_seq}, with the answer: make it "
-                "shorter"
-            )
+        if len(ids) >= most:
+            raise ConfigurationError(f"{where} has {len(ids)} tokens, and the model takes {most}: make it shorter")
         rows.append(Row(row, Prompt(ids, model.stop_ids | {stop_id}, number)))
     return Prepared(request, model, words, rows, is_chat)
 

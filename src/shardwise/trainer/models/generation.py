@@ -225,8 +225,7 @@ class _Batch:
         if self._new_cache is None:
             self._texts += [[*text] for text in texts]
             return self._run_whole(self._texts[-len(texts) :])
-        lengths, cache = [len(text) for text in texts], self._new_cache()
-        width = max(lengths)
+        lengths, cache, width = [len(text) for text in texts], self._new_cache(), max(map(len, texts))
         padded = [[self._fill_id] * (width - len(text)) + [*text] for text in texts]
         logits = self._run(torch.tensor(padded, device=self._device), lengths, cache)
         if self._cache is None:
