@@ -107,8 +107,8 @@ def measure(run: Path, num_ranks: int, step: int, gradients: Sequence[str], weig
     global_size = checked.batching.global_size
     batch = samples.batch(checked.batching.share(samples.order(step * global_size, global_size), 0)[0])
     init()
-    precision = settings.precision if settings.precision == "pure-bf16" else None
-    model = find_model_in(run).load(precision, is_trained=True, strategy=MOST_SPLIT)
+    own = "pure-bf16" if settings.precision == "pure-bf16" else None
+    model = find_model_in(run).load(own, is_trained=True, strategy=MOST_SPLIT)
     device = next(model.parameters()).device
     (loss_sum(model, batch.to(device)) / max(batch.num_targets, 1)).backward()
     engine_of(model).finish_gradients()

@@ -72,18 +72,11 @@ def generate(
     if started and nproc_per_node is not None:
         raise ConfigurationError(f"--nproc-per-node {nproc_per_node}, but torchrun has started the ranks: leave it out")
     is_sharded = offload or int(os.environ.get("WORLD_SIZE", nproc_per_node or 1)) > 1
+    how = Sampling(temperature, top_k, top_p, seed, max_new_tokens, tuple(stop or ()))
+    asked, answers = (None if file is None else str(file) for file in (prompts, out))
+    strategy = strategy or ("zero3" if is_sharded else "ddp")
     request = Request(
-        path=str(path),
-        strategy=strategy or ("zero3" if is_sharded else "ddp"),
-        sampling=Sampling(temperature, top_k, top_p, seed, max_new_tokens, tuple(stop or ())),
-        prompt=prompt,
-        prompts=prompts and str(prompts),
-        out=out and str(out),
-        batch_size=batch_size,
-        chat=chat,
-        tokenizer=tokenizer,
-        offload=offload or (),
-        precision=precision,
+        str(path), strategy, how, prompt, asked, answers, batch_size, chat, tokenizer, offload or (), precision
     )
     if started or (nproc_per_node or 1) == 1:
         code = generate_on_rank(request.to_json())

@@ -27,7 +27,6 @@ from .offload import check_strategy, offload_of
 
 KEYS = ("prompt", "messages", "id")
 SUFFIXES = (".jsonl", ".txt")
-NO_OPTIMIZER = "optimizer=host"  # a layout moves parameters only with the optimizer, of which there is none
 PROGRESS_S = 10.0
 
 
@@ -76,8 +75,9 @@ class Prepared:
     def facts(self) -> dict[str, Any]:
         """All that decides the answers."""
         given = hashlib.sha256(json.dumps([row.given for row in self.rows]).encode()).hexdigest()
-        how = json.loads(json.dumps(dataclasses.asdict(self.request.sampling)))
-        return {"model": str(self.model.place.resolve()), **how, "chat": self.request.chat, "prompts": given}
+        asked = json.loads(self.request.to_json())
+        what = {key: asked[key] for key in ("sampling", "chat", "tokenizer", "precision")}
+        return {"model": str(self.model.place.resolve()), **what, "prompts": given}
 
 
 def prepare(request: Request) -> Prepared:
@@ -85,14 +85,15 @@ def prepare(request: Request) -> Prepared:
     wrong = next((move for move in offload.moves if not move.startswith("params=")), None)
     if wrong is not None:
         raise ConfigurationError(f"offload {wrong!r}: generating has nothing but parameters: write params=host")
-    moves = [*request.offload, *([NO_OPTIMIZER] if offload.moves else [])]
+    # A layout moves parameters only with the optimizer, of which there is none.
+    moves = [*request.offload, *(["optimizer=host"] if offload.moves else [])]
     check_strategy(request.strategy, moves)
     if offload.folder is not None and not offload.folder.is_dir():
         raise ConfigurationError(f"offload: {offload.folder} is not a folder: make it, or name one that is there")
     if request.precision is not None:
         precision_of(request.precision, None)
-    words = {"strategy": offload_of(moves).applied_to(request.strategy), "disk_path": offload.folder}
-    words["precision"] = request.precision
+    strategy = offload_of(moves).applied_to(request.strategy)
+    words = {"precision": request.precision, "strategy": strategy, "disk_path": offload.folder}
     given = [("the prompt", {"prompt": request.prompt})]
     if request.prompts is not None:
         given = list(_rows_in(Path(request.prompts)))
@@ -103,19 +104,15 @@ def prepare(request: Request) -> Prepared:
         if not Path(request.out).parent.is_dir():
             raise ConfigurationError(f"{request.out}: its folder is not there: make it, or name another one")
     model = find_model_in(Path(request.path), request.tokenizer)
-    is_chat = request.chat is not False and (request.chat or model.tokenizer.template is not None)
-    if not given[0][1].get("prompt") and request.prompts is None:
-        is_chat = False  # nothing is asked: a document begins
-    rows = []
+    is_chat = model.tokenizer.template is not None if request.chat is None else request.chat
+    is_chat = is_chat and bool(request.prompt or request.prompts)  # without a prompt, a document begins
+    rows, most = [], model.facts.max_seq  # with the answer
     for number, (where, row) in enumerate(given):
         if "messages" in row and request.chat is False:
             raise ConfigurationError(f"{where}: messages are a chat: leave --raw out")
         ids, stop_id = tokens_of(model.tokenizer, row.get("messages", row.get("prompt", "")), is_chat)
-        if len(ids) >= model.facts.max_seq:
-            raise ConfigurationError(
-                f"{where} has {len(ids)} tokens, and the model takes {model.facts.max_seq}, with the answer: make it "
-                "shorter"
-            )
+        if len(ids) >= most:
+            raise ConfigurationError(f"{where} has {len(ids)} tokens, and the model takes {most}: make it shorter")
         rows.append(Row(row, Prompt(ids, model.stop_ids | {stop_id}, number)))
     return Prepared(request, model, words, rows, is_chat)
 
@@ -154,20 +151,18 @@ def _problem(row: Any) -> str:
         return f"unknown key {unknown[0]!r}; {did_you_mean(unknown[0], KEYS)}"
     if ("prompt" in row) == ("messages" in row):
         return "it has a prompt and messages: leave one out" if "prompt" in row else "it has no prompt and no messages"
-    texts = [row.get("prompt")]
-    if "messages" in row:
-        messages = row["messages"] if isinstance(row["messages"], list) else [None]
-        parts = [part if isinstance(part, dict) else {} for part in messages]
-        texts = [part.get(key) for part in parts for key in ("role", "content")]
-        if parts and parts[-1].get("role") == ANSWERING:
-            return f"its last message is the {ANSWERING}'s: leave it out, to get another answer"
+    messages = row.get("messages", [{"role": "user", "content": row.get("prompt")}])
+    messages = [part if isinstance(part, dict) else {} for part in messages] if isinstance(messages, list) else []
+    texts = [part.get(key) for part in messages for key in ("role", "content")]
     if not texts or not all(isinstance(text, str) for text in texts):
         what = "a prompt is a text" if "prompt" in row else "each of its messages needs a role and a content, as texts"
         return f"{what}, not {json.dumps(row.get('prompt', row.get('messages')))[:80]}"
-    if not all(text.strip() for text in texts[-1:]):
+    if messages[-1]["role"] == ANSWERING:
+        return f"its last message is the {ANSWERING}'s: leave it out, to get another answer"
+    if not messages[-1]["content"].strip():
         return "its prompt is empty"
     try:
-        "".join(texts).encode()
+        json.dumps(messages, ensure_ascii=False).encode()
     except UnicodeEncodeError:
         return "half a surrogate pair, which is not a character"
     return ""
@@ -185,15 +180,15 @@ def answer_file(prepared: Prepared, is_stopped: Callable[[], bool]) -> bool:
     partial = out.with_name(f"{out.name}.partial")
     done = exchange(world, _finished(partial, prepared.facts) if world.index == 0 else set())[0]
     left = [row for number, row in enumerate(rows) if number not in done]
-    answers = _generate(prepared, left, is_stopped)
     if world.index:
-        return sum(1 for _ in answers) == len(left)
-    num_done, num_tokens, began = len(done), 0, time.monotonic()
-    shown = began
+        return sum(1 for _ in _generate(prepared, left, is_stopped)) == len(left)
+    num_done, num_tokens = len(done), 0
     try:
         with partial.open("a", encoding="utf-8") as file:
             if not file.tell():
                 _write(file, prepared.facts)
+            answers = _generate(prepared, left, is_stopped)
+            began = shown = time.monotonic()
             for answer in answers:
                 given, (number, text, own_tokens, end) = rows[answer.number].given, answer
                 _write(file, {"row": number, **given, "answer": text, "num_tokens": own_tokens, "end": end})
@@ -216,15 +211,9 @@ def _generate(prepared: Prepared, rows: Sequence[Row], is_stopped: Callable[[], 
         return iter(())
     init()
     found, request = prepared.model, prepared.request
-    return generate(
-        found.load(**prepared.words),
-        found.tokenizer,
-        (row.prompt for row in rows),
-        request.sampling,
-        max_seq=found.facts.max_seq,
-        batch_size=request.batch_size,
-        is_stopped=is_stopped,
-    )
+    model, prompts, max_seq = found.load(**prepared.words), (row.prompt for row in rows), found.facts.max_seq
+    how: dict[str, Any] = {"max_seq": max_seq, "batch_size": request.batch_size, "is_stopped": is_stopped}
+    return generate(model, found.tokenizer, prompts, request.sampling, **how)
 
 
 def _finished(partial: Path, facts: dict[str, Any]) -> set[int]:
@@ -245,11 +234,11 @@ def _finished(partial: Path, facts: dict[str, Any]) -> set[int]:
 
 def _complete(partial: Path, out: Path) -> None:
     """Write the answers in the order of their rows, and remove what was written until then."""
-    answers = [json.loads(line) for line in partial.read_text(encoding="utf-8").split("\n")[1:-1]]
+    lines = map(json.loads, partial.read_text(encoding="utf-8").split("\n")[1:-1])
+    answers = {answer.pop("row"): answer for answer in lines}
     draft = out.with_name(f"{out.name}.draft")
     with draft.open("w", encoding="utf-8") as file:
-        for answer in sorted(answers, key=lambda answer: answer["row"]):
-            del answer["row"]
+        for _, answer in sorted(answers.items()):
             _write(file, answer)
     draft.replace(out)
     partial.unlink()

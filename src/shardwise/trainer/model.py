@@ -160,8 +160,8 @@ class Transformer(nn.Module):
         else:
             rotary, mask = rotary_at(positions[:, None], self.shape.head_dim), document_mask(positions)
         x = self.embed(tokens)
-        for block, layer in zip(self.blocks, cache or [None] * len(self.blocks), strict=True):
-            x = block(x, rotary, mask, layer)
+        for index, block in enumerate(self.blocks):
+            x = block(x, rotary, mask, None if cache is None else cache[index])
         if cache is not None:
             x = x[:, -1:]
         return self.head(self.norm(x), targets, reduction, chunks)

@@ -12,6 +12,7 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
+from types import SimpleNamespace
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -143,21 +144,12 @@ def generate(
 
 
 def samples(
-    model: nn.Module,
-    tokenizer: Tokenizer,
-    prompts: Sequence[str],
-    sampling: Sampling,
-    *,
-    max_seq: int,
-    is_chat: bool = False,
+    model: nn.Module, tokenizer: Tokenizer, prompts: Sequence[str], how: Sampling, max_seq: int, is_chat: bool = False
 ) -> list[str]:
-    """Return the texts that a model generates after prompts, or its answers to them.
-
-    It sees the end of a prompt that is too long. After an empty one, a document begins.
-    """
+    """Return the texts that a model generates after prompts, or its answers. Of long prompts it sees the end."""
     asked = [tokens_of(tokenizer, prompt, is_chat) for prompt in prompts]
     rows = [Prompt(ids[1 - max_seq :], frozenset([tokenizer.end_id, end]), at) for at, (ids, end) in enumerate(asked)]
-    return [answer.text for answer in sorted(generate(model, tokenizer, rows, sampling, max_seq=max_seq))]
+    return [answer.text for answer in sorted(generate(model, tokenizer, rows, how, max_seq=max_seq))]
 
 
 def tokens_of(tokenizer: Tokenizer, asked: str | Sequence[Message], is_chat: bool) -> tuple[list[int], int]:
@@ -203,7 +195,8 @@ class _Batch:
     def __init__(self, model: nn.Module, fill_id: int) -> None:
         self._model: Any = model
         self._fill_id = fill_id
-        self._device = next(model.parameters()).device
+        engine = find_engine(model)
+        self._device = next(model.parameters()).device if engine is None else engine.mesh.device
         self._inner: Any = getattr(model, "get_base_model", lambda: model)()  # peft's wrapper passes on all arguments
         self._is_in_tree = path_of(model).how == "in-tree"
         self._accepted = inspect.signature(self._inner.forward).parameters
@@ -216,7 +209,9 @@ class _Batch:
         """Return a function that makes an empty cache, or None if the model can have none."""
         if self._is_in_tree:
             inner = self._inner
-            return (lambda: [LayerCache() for _ in inner.blocks]) if isinstance(inner, Transformer) else None
+            if not isinstance(inner, Transformer):
+                return None
+            return lambda: SimpleNamespace(layers=[LayerCache() for _ in inner.blocks])
         from transformers import cache_utils as caches
 
         plain = {caches.DynamicLayer, caches.DynamicSlidingWindowLayer}
@@ -230,15 +225,14 @@ class _Batch:
         if self._new_cache is None:
             self._texts += [[*text] for text in texts]
             return self._run_whole(self._texts[-len(texts) :])
-        lengths, cache = [len(text) for text in texts], self._new_cache()
-        width = max(lengths)
+        lengths, cache, width = [len(text) for text in texts], self._new_cache(), max(map(len, texts))
         padded = [[self._fill_id] * (width - len(text)) + [*text] for text in texts]
         logits = self._run(torch.tensor(padded, device=self._device), lengths, cache)
         if self._cache is None:
             self._cache, self._lengths = cache, lengths
             return logits
         both = max(width, *self._lengths)
-        for layer, new in zip(_layers(self._cache), _layers(cache), strict=True):
+        for layer, new in zip(self._cache.layers, cache.layers, strict=True):
             for name in ("keys", "values"):
                 parts = getattr(layer, name), getattr(new, name)
                 if parts[0] is not None:  # layers may share the keys and values of an earlier one
@@ -262,7 +256,7 @@ class _Batch:
             return
         self._lengths = [self._lengths[row] for row in rows]
         width = max(self._lengths, default=0)
-        for layer in _layers(self._cache) if rows else ():
+        for layer in self._cache.layers if rows else ():
             if layer.keys is not None:
                 layer.keys, layer.values = layer.keys[rows, :, -width:], layer.values[rows, :, -width:]
         self._cache = self._cache if rows else None
@@ -275,11 +269,11 @@ class _Batch:
             mask = columns >= first
         positions = (columns[-tokens.shape[1] :] - first).clamp(min=0)
         if self._is_in_tree:
-            return self._forward(tokens, positions=positions, cache=cache, attention_mask=mask)[:, -1]
+            return self._forward(tokens, positions=positions, cache=cache.layers, attention_mask=mask)[:, -1]
         words = {"position_ids": positions, "logits_to_keep": 1}
         words = {name: value for name, value in words.items() if name in self._accepted}
-        words |= {"past_key_values": cache, "use_cache": True}
-        return self._forward(input_ids=tokens, attention_mask=mask, **words).logits[:, -1]
+        words |= {"attention_mask": mask, "past_key_values": cache, "use_cache": True}
+        return self._forward(input_ids=tokens, **words).logits[:, -1]
 
     def _run_whole(self, texts: Sequence[Sequence[int]]) -> Tensor:
         """Compute without a cache. Padding is at the end, where causal attention hides it from the text."""
@@ -289,15 +283,10 @@ class _Batch:
         output = self._forward(tokens) if self._is_in_tree else self._forward(input_ids=tokens).logits
         return output[range(len(texts)), [len(text) - 1 for text in texts]]
 
-    @torch.no_grad()
-    @torch.compiler.set_stance("force_eager")  # compiled blocks would be compiled again for new lengths
     def _forward(self, *args: Any, **words: Any) -> Any:
-        output = self._model(*args, **words)
-        engine = find_engine(self._model)
-        if engine is not None:
+        # Compiled blocks would be compiled again for new lengths.
+        with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+            output = self._model(*args, **words)
+        if (engine := find_engine(self._model)) is not None:
             engine.gathers.start_first()  # for the next token, while this one is chosen
         return output
-
-
-def _layers(cache: Any) -> Sequence[Any]:
-    return cache if isinstance(cache, list) else cache.layers
