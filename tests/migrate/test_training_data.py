@@ -1,6 +1,7 @@
 """Data, chat templates and losses in files of Axolotl, LLaMA-Factory and TRL, as settings of the trainer."""
 
 import json
+import random
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ import pytest
 import yaml
 
 import shardwise.migrate.api as api
+from shardwise.cli.convert import convert
 from shardwise.migrate.chat_templates import jinja_of
 from shardwise.migrate.migrated import Migrated
 from shardwise.migrate.tables import table
@@ -211,7 +213,7 @@ def test_special_tokens_that_a_model_has_already() -> None:
         ({"rl": "ipo", "dpo_label_smoothing": 0.0}, {"objective": "ipo"}),
         ({"rl": "orpo", "orpo_alpha": 0.1}, {"objective": "orpo", "dpo_beta": 0.1}),
         ({"beta": 0.01, "max_prompt_length": 9}, {"objective": "dpo", "dpo_beta": 0.01}),
-        ({"loss_type": "hinge"}, {"objective": "hinge"}),
+        ({"loss_type": "hinge", "simpo_gamma": 0.5, "label_smoothing": 0.1}, {"objective": "hinge"}),
         ({"stage": "sft", "pref_loss": "sigmoid"}, {}),
         ({"quantization_bit": 8}, {"quantize": "int8"}),
         ({"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "use_bnb_nested_quant": True}, {"quantize": "nf4"}),
@@ -238,6 +240,65 @@ def test_objectives_and_bits(keys: dict[str, Any], settings: dict[str, Any]) -> 
 )
 def test_objectives_and_bits_that_are_refused(keys: dict[str, Any], key: str) -> None:
     assert key in refused(read(**keys, output_dir="out"))
+
+
+VALUES = (
+    None,
+    True,
+    0,
+    -1,
+    1e300,
+    "",
+    "x",
+    "a/b",
+    "all",
+    "qlora",
+    "dpo",
+    "{{ x }}",
+    [],
+    {},
+    [[1]],
+    [{}],
+    {"a": {"b": [1]}},
+)
+INNER = (
+    "path",
+    "name",
+    "split",
+    "type",
+    "data_files",
+    "field",
+    "message_property_mappings",
+    "roles",
+    "columns",
+    "tags",
+)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_hostile_values_are_refused_and_never_crash(seed: int) -> None:
+    chance = random.Random(seed)
+    known = table("hugging_face")
+    names = [*(key for keys in known["settings"].values() for key in keys), *known["objective_keys"],
+             "dataset", "dataset_mixture", "dataset_mixer", "chat_template", "special_tokens", "tokens", "max_samples",
+             "adapter", "lora_target", "load_in_4bit", "quantization_bit", "rl", "stage", "plugins"]  # fmt: skip
+    for _ in range(10):
+        keys: dict[str, Any] = {name: chance.choice(VALUES) for name in chance.sample(names, 6)}
+        keys["datasets"] = [{name: chance.choice(VALUES) for name in chance.sample(INNER, 3)}]
+        migrated = api.read(keys, "hugging-face")
+        assert len({entry.key for entry in migrated.entries}) == len(migrated.entries)
+        assert all(entry.text for entry in migrated.entries)
+
+
+def test_each_configuration_has_its_own_template(tmp_path: Path) -> None:
+    """Two configurations in one folder do not share a template."""
+    for name, template in (("a", "chatml"), ("b", "llama3")):
+        text = yaml.safe_dump({**MODEL, "chat_template": template, "datasets": [{"path": "x/y"}]})
+        (tmp_path / f"{name}.yml").write_text(text)
+        convert(tmp_path / f"{name}.yml", None, output=tmp_path / f"{name}-ours.yaml")
+        ours = yaml.safe_load((tmp_path / f"{name}-ours.yaml").read_text())
+        assert ours["chat_template"] == str(tmp_path / f"{name}-ours-chat_template.jinja")
+        assert Path(ours["chat_template"]).read_text() == jinja_of(template)
 
 
 def test_adapters_that_exist_are_continued() -> None:

@@ -96,8 +96,10 @@ class Block:
 
     def inner_list(self, key: str) -> "list[Block]":
         """Return the mappings in the list under a key, as blocks with a number; a text is a mapping with a path."""
-        value = self.values[key] if self.has(key) else []
+        value = self.values[key] if self.has(key) and str(self.values[key]).lower() not in (*FALSE, "", "none") else []
         entries = value if isinstance(value, list) else [value]
+        if not entries:
+            self.ignored(key, "it is empty")
         mappings = [entry if isinstance(entry, dict) else {"path": str(entry)} for entry in entries]
         holder = self.inner_mapping(key, {str(place): entry for place, entry in enumerate(mappings)})
         return [holder.inner(place) for place in holder.values]
@@ -201,7 +203,8 @@ class Block:
         for block in blocks:
             for key, value in block.values.items():
                 path = block.path_of(key)
-                if path in self._entries or (path in self._blocks and isinstance(value, dict | list)):
+                inner = self._blocks.get(path)
+                if path in self._entries or (inner and (inner.values or isinstance(value, dict))):
                     continue
                 if value is None or key.startswith(COMMENTS):
                     block._record(key, "ignored", "it is empty" if value is None else "a comment")

@@ -23,6 +23,7 @@ def read_template(top: Block, implied: str) -> None:
         key = "chat_template_jinja"
     written = str(top.values[key]).strip() if top.has(key) else ""
     is_text = "{%" in written or "{{" in written
+    top.ignored(key, "it is empty")
     if implied:
         top.ignored(key, f"the rows' type has the template {implied}")
         _write(top, [], jinja_of(implied), "")
@@ -38,7 +39,7 @@ def read_tokens(top: Block) -> None:
     """Read special tokens. The padding token is never a target; others must be those of the model's own tokenizer."""
     model = f"{top.settings.get('model', '')} {top.text('tokenizer_type')}".lower()
     families = table("hugging_face")["own_tokens"].items()
-    own = {token for family, tokens in families if family in model for token in tokens}
+    own = [token for family, tokens in families if family in model for token in tokens]
     for key in ("special_tokens", "tokens"):
         value = top.values[key] if top.has(key) else None
         named = value.items() if isinstance(value, dict) else enumerate(value or ())

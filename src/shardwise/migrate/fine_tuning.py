@@ -4,10 +4,14 @@ The four programs have different keys for the same arguments of peft and bitsand
 pairs of a chosen and a rejected answer.
 """
 
+from pathlib import Path
+
+from ..trainer.settings import READ_BY
 from .account import Block
 from .tables import read_setting, table
 
 ALL_LINEAR = "all-linear"
+OBJECTIVES = ("stage", "rl", "pref_loss", "loss_type")
 WITH_REFERENCE = ("dpo", "hinge", "ipo")  # the model without its adapters
 # Trainers of TRL whose files have `beta`, as their recipes are named.
 TRAINERS = ("orpo", "kto", "cpo", "grpo", "gkd", "rloo")
@@ -68,23 +72,23 @@ def _read_adapters(top: Block) -> None:
 
 def _read_quantised(top: Block) -> None:
     """Read in how many bits the frozen weights are, and how."""
-    keys, bits = ("load_in_4bit", "load_in_8bit", "quantization_bit"), top.whole("quantization_bit", 0, least=0)
-    asked = {4: top.flag("load_in_4bit") or bits == 4, 8: top.flag("load_in_8bit") or bits == 8}
-    names = {4: "nf4", 8: "int8"}
-    notes = {4: ", with double quantisation", 8: " in blocks of weights; products are in 16 bits, not in int8"}
-    chosen = next((bits for bits, is_on in asked.items() if is_on), 0)
-    for key in filter(top.has, keys):
-        is_on = bits if key == "quantization_bit" else top.flag(key)
-        if is_on and (not chosen or all(asked.values())):
+    bits, known = top.whole("quantization_bit", 0, least=0), table("hugging_face")
+    asked = {"load_in_4bit": 4 * top.flag("load_in_4bit"), "load_in_8bit": 8 * top.flag("load_in_8bit")}
+    asked |= {"quantization_bit": bits}
+    chosen = max(asked.values())
+    is_double = len({*asked.values()} - {0}) > 1
+    for key, value in asked.items():
+        if value and (str(value) not in known["bits"] or is_double):
             top.refused(key, "weights are quantised to 4 or 8 bits, and only in one of them")
-        elif is_on and not {"lora", "lora_from"} & set(top.settings):
+        elif value and not {"lora", "lora_from"} & set(top.settings):
             top.refused(key, "weights that are trained are not quantised; train LoRA adapters")
-        elif is_on:
-            top.sets(key, notes[chosen], quantize=names[chosen])
-        top.ignored(key, "it is off") if not is_on else None
+        elif value:
+            top.sets(key, known["bits"][str(value)][1], quantize=known["bits"][str(value)][0])
+        else:
+            top.ignored(key, "it is off")
     if top.text("adapter").lower() == "qlora" and chosen != 4:
         top.refused("adapter", "qlora needs load_in_4bit: true")
-    for key, kinds in table("hugging_face")["quantisation"].items():
+    for key, kinds in known["quantisation"].items():
         if chosen and top.has(key) and top.text(key).lower() not in kinds:
             top.refused(key, f"weights are quantised as bitsandbytes does: {', '.join(kinds)}")
         top.ignored(key, f"quantize {top.settings.get('quantize', 'none')} decides it")
@@ -92,32 +96,28 @@ def _read_quantised(top: Block) -> None:
 
 def _read_objective(top: Block) -> None:
     """Read the loss: the next token, or one over pairs."""
-    stage = top.text("stage", "").lower()
+    known, stage = table("hugging_face"), top.text("stage").lower()
     key = top.first_of("rl", "pref_loss", "loss_type")
     word = top.text(key).lower() if stage in ("", "dpo") else stage
     if not word and (stage == "dpo" or top.has("beta")):
-        name = top.source.lower()
-        word = next((word for word in TRAINERS if not stage and word in name), "sigmoid")
-        key = "stage" if stage else "beta"
-    known = table("hugging_face")["objectives"]
-    rest = ("stage", "rl", "pref_loss", "loss_type")
-    if word in ("", "none", "false", "sft", "pt", "nll"):
-        top.used(rest, "the next token is predicted")
-        top.ignored(table("hugging_face")["objective_keys"], "the next token is predicted")
+        key, place = "stage" if stage else "beta", "/".join(Path(top.source).parts[-3:]).lower()
+        word = next((name for name in TRAINERS if not stage and name in place), "sigmoid")
+    keys, ours = (*OBJECTIVES, *known["objective_keys"]), known["objectives"].get(word, "")
+    if not ours:
+        is_next = word in ("", "none", "false", "sft", "pt", "nll")
+        names = ", ".join(known["objectives"])
+        if not is_next:
+            top.refused("stage" if word == stage else key, f"there is no objective {word}; known: {names}")
+        top.ignored(keys, "the next token is predicted" if is_next else "the objective is refused")
         return
-    if word not in known:
-        top.refused(
-            key if stage in ("", "dpo") else "stage", f"there is no objective {word}; known: {', '.join(known)}"
-        )
-        top.ignored((*rest, *table("hugging_face")["objective_keys"]), "it belongs to an objective that is refused")
-        return
-    ours = known[word]
     if ours in WITH_REFERENCE and "lora" not in top.settings:
         top.refused(key, f"the reference of {ours} is the model without its adapters: train new LoRA adapters")
     top.settings["objective"] = ours
-    top.used((*rest, "beta"), f"objective {ours}")
-    beta = top.first_of("pref_beta", "rl_beta", "dpo_beta", "orpo_alpha", "beta")
-    read_setting(top, beta, "dpo_beta")
-    read_setting(top, "simpo_gamma", "simpo_gamma")
-    read_setting(top, top.first_of("dpo_label_smoothing", "label_smoothing"), "label_smoothing")
+    top.used((*OBJECTIVES, "beta"), f"objective {ours}")
+    for name, written in known["objective_settings"].items():
+        key = top.first_of(*written)
+        if ours in READ_BY[name][1]:
+            read_setting(top, key, name)
+        else:
+            top.ignored(key, f"{ours} does not read it")
     top.ignored("max_prompt_length", "a pair that is too long is cut as a whole, as in newer versions of TRL")

@@ -172,6 +172,7 @@ def _read_info(top: Block, folder: Path, sources: Sources) -> None:
     names, place = top.texts("dataset"), top.text("dataset_dir", "data")
     top.used("dataset_dir", f"{INFO} in it says where the rows are")
     if not names:
+        top.ignored("dataset", "it is empty")
         return
     near = Path(place) if (Path(place) / INFO).exists() else folder / place
     try:
