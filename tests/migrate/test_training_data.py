@@ -231,6 +231,7 @@ def test_objectives_and_bits(keys: dict[str, Any], settings: dict[str, Any]) -> 
     ("keys", "key"),
     [
         ({"rl": "dpo"}, "rl"),
+        ({"adapter": "lora", "lora_target_linear": True, "lora_target_modules": ["lm_head"]}, "lora_target_modules"),
         ({"rl": "dpo", "adapter": "lora", "lora_model_dir": "a"}, "rl"),
         ({"load_in_4bit": True, "load_in_8bit": True, "adapter": "lora"}, "load_in_8bit"),
         ({"load_in_4bit": True, "bnb_4bit_quant_type": "fp4", "adapter": "lora"}, "bnb_4bit_quant_type"),

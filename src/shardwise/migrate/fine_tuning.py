@@ -41,7 +41,10 @@ def _read_adapters(top: Block) -> None:
     alpha = top.number("lora_alpha", 2.0 * rank, least=0)
     dropout = top.number("lora_dropout", 0.0, least=0, most=0.999)
     targets, saved = list(top.texts(targets_key)), list(top.texts(saved_key))
-    if top.flag("lora_target_linear") or {"all", ALL_LINEAR} & set(targets) or (kind == "lora" and not targets):
+    is_all = top.flag("lora_target_linear") or {"all", ALL_LINEAR} & set(targets) or (kind == "lora" and not targets)
+    if is_all and {"embed_tokens", "lm_head"} & set(targets):
+        top.refused(targets_key, "all linear layers are without embeddings and head; name every module instead")
+    if is_all:
         targets = [ALL_LINEAR]
     if is_lora and top.has("lora_alpha") and alpha == 0:
         top.refused("lora_alpha", "it must be above 0")

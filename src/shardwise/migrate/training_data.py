@@ -20,6 +20,7 @@ YOUR_DATA = "YOUR-DATA.jsonl"
 LOADERS = ("json", "csv", "parquet", "text")  # names of readers, in the place of a dataset's name
 SUFFIXES = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".txt", ".md", ".gz", ".bz2", ".xz", ".zst")
 INFO = "dataset_info.json"
+FORMAT = "the first of chosen, messages, instruction, completion and text that a row has says its format"
 ROLES = {"train_on_inputs": ["all"], "train_on_prompt": ["all"], "mask_history": ["last"]}
 
 
@@ -126,7 +127,7 @@ def _read_type(block: Block, sources: Sources) -> None:
     sources.template = template
     block.used("chat_template", f"chat_template {template}")
     note = f", and the chat template {template}: an input follows its instruction in the next line" if template else ""
-    block.used("type", f"the columns of a row say its format{note}")
+    block.used("type", f"{FORMAT}{note}")
     for ours in means.keys() - {"template"}:
         sources.rename(block, "type", ours, means[ours])
 
@@ -145,7 +146,7 @@ def _read_names(block: Block, sources: Sources) -> None:
     columns = block.texts("columns") if isinstance(block.values.get("columns"), list) else []
     for column in set(columns) - {*known["names"].values(), "prompt", "conversations"}:
         block.refused("columns", f"the column {column} is not read here")
-    block.used("columns", "the columns of a row say its format")
+    block.used("columns", FORMAT)
     for inner in (block.inner("roles"), tags):
         for key in (key for key in inner.values if inner is not tags or key not in known["names"]):
             names = known["roles"].get(key.removesuffix("_tag"), [])
