@@ -224,7 +224,7 @@ def test_a_misspelt_file_of_ours_stays_ours(ask: Asker, tmp_path: Path) -> None:
 def test_data_that_is_not_taken_over_has_to_be_named(ask: Asker, tmp_path: Path) -> None:
     """Nobody trains on Python's manual in place of what the file says."""
     path, made = tmp_path / "it.yml", tmp_path / "run.yaml"
-    path.write_text("base_model: some/model\ndatasets:\n- path: some/rows\n")
+    path.write_text("base_model: some/model\nnum_epochs: 1\n")
     assert f"name yours as train_file in {made}" in ask("convert", path, "-o", made).out
     assert yaml.safe_load(made.read_text())["train_file"] == ["YOUR-DATA.jsonl"]
     settings = yaml.safe_load(ask("train", made, "--dataset", "some/rows", "--show-config").out)

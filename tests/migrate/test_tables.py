@@ -38,8 +38,8 @@ def test_no_key_has_two_answers() -> None:
 
 def test_values_that_ask_for_nothing() -> None:
     found = rules("hugging_face", "programs")
-    assert found["load_in_4bit"].unless == OFF
-    assert found["chat_template"].unless == (*OFF, "tokenizer_default")
-    assert found["max_samples"].unless == ()
+    assert found["quantize_moe_experts"].unless == OFF
+    assert found["model_revision"].unless == (*OFF, "main")
+    assert found["tokenizer_legacy"].unless == ()
     assert not found["streaming"].refused
     assert rules("accelerate", "parallelism_config")["tp_size"].unless == ("1", "0")

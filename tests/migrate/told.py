@@ -6,7 +6,7 @@ from typing import Any
 from shardwise.migrate.migrated import Migrated
 
 # Whose files are told under them.
-NAME_FILES = ("deepspeed_config_file", "deepspeed", "fsdp_config")
+NAME_FILES = ("deepspeed_config_file", "deepspeed", "fsdp_config", "dataset", "datasets")
 
 
 def assert_all_told(tree: dict[str, Any], migrated: Migrated) -> None:
@@ -23,6 +23,8 @@ def assert_all_told(tree: dict[str, Any], migrated: Migrated) -> None:
 def _keys(tree: dict[str, Any], path: str) -> Any:
     for key, value in tree.items():
         yield path + key, value
+        if isinstance(value, list):  # of entries, as of data
+            value = {str(place): entry for place, entry in enumerate(value) if isinstance(entry, dict)}
         if isinstance(value, dict):
             yield from _keys(value, f"{path}{key}.")
 
@@ -30,6 +32,10 @@ def _keys(tree: dict[str, Any], path: str) -> Any:
 def _is_told(key: str, value: Any, told: set[str]) -> bool:
     """By itself, with the block that it stands in, or by its keys."""
     parts = key.split(".")
+    if isinstance(value, list) and any(
+        name.startswith(f"{key}.0.") for name in told
+    ):  # entries have names of their own
+        return True
     if any(".".join(parts[: size + 1]) in told for size in range(len(parts))):
         return True
     return (
@@ -41,6 +47,6 @@ def _is_told(key: str, value: Any, told: set[str]) -> bool:
 
 def _is_in_a_file(key: str, written: dict[str, Any]) -> bool:
     return any(
-        isinstance(value, str) and key.startswith(f"{name}.") and name.rpartition(".")[2] in NAME_FILES
+        isinstance(value, str | list) and key.startswith(f"{name}.") and name.rpartition(".")[2] in NAME_FILES
         for name, value in written.items()
     )

@@ -64,17 +64,24 @@ def convert(
 def _convert_configuration(source: Path, target: Path, overwrite: bool) -> None:
     from ..migrate.api import read
     from ..migrate.migrated import yaml_of
+    from ..migrate.training_data import YOUR_DATA
 
     if target.suffix.lower() not in (".yaml", ".yml"):
         raise ConfigurationError(f"{target}: a configuration is YAML; give a name that ends in .yaml")
-    if target.exists() and not overwrite:
-        raise ConfigurationError(f"{target} exists already; give --overwrite to replace it")
     migrated = read(source)
     migrated.require_accepted()
-    write_file(target, yaml_of(migrated))
+    paths = {name: target.with_name(f"{target.stem}-{name}") for name in migrated.files}
+    texts = {target: yaml_of(migrated, paths)} | {paths[name]: text for name, text in migrated.files.items()}
+    for path in texts:
+        if path.exists() and not overwrite:
+            raise ConfigurationError(f"{path} exists already; give --overwrite to replace it")
+    for path, text in texts.items():
+        write_file(path, text)
     fates = [entry.fate for entry in migrated.entries]
     say(f"{target}: {fates.count('used')} keys of {source} used, {fates.count('ignored')} ignored (listed in it)")
-    if "train_file" in migrated.settings:
+    for path in paths.values():
+        say(f"{path}: written as well; {target} names it")
+    if migrated.settings.get("train_file") == (YOUR_DATA,):
         say(f"its data is not included: name yours as train_file in {target}, or with --train-file or --dataset")
 
 

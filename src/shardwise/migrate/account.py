@@ -43,7 +43,7 @@ class Entry:
 class Block:
     """A document (a configuration file; messages call it `source`), or a mapping in it, at `path`.
 
-    All blocks of a document share their entries and `settings`, the settings of our trainer that the keys become. A
+    All blocks of a document share their entries, `settings` (of our trainer, that the keys become) and `files`. A
     block remembers which keys a reader has asked for: only those are known.
     """
 
@@ -55,6 +55,7 @@ class Block:
         self._entries: dict[str, Entry] = {} if document is None else document._entries
         self._blocks: dict[str, Block] = {} if document is None else document._blocks
         self.settings: dict[str, Any] = {} if document is None else document.settings
+        self.files: dict[str, str] = {} if document is None else document.files  # to be written, by name
         self._blocks[path] = self
 
     def path_of(self, key: str) -> str:
@@ -89,6 +90,20 @@ class Block:
             value = {}
         return self._blocks.get(self.path_of(key)) or Block(value, self.source, self.path_of(key), self)
 
+    def inner_mapping(self, key: str, values: Mapping[str, Tree]) -> "Block":
+        """Return a mapping that is not in the document as a block under a key."""
+        return Block(values, self.source, self.path_of(key), self)
+
+    def inner_list(self, key: str) -> "list[Block]":
+        """Return the mappings in the list under a key, as blocks with a number; a text is a mapping with a path."""
+        value = self.values[key] if self.has(key) and str(self.values[key]).lower() not in (*FALSE, "", "none") else []
+        entries = value if isinstance(value, list) else [value]
+        if not entries:
+            self.ignored(key, "it is empty")
+        mappings = [entry if isinstance(entry, dict) else {"path": str(entry)} for entry in entries]
+        holder = self.inner_mapping(key, {str(place): entry for place, entry in enumerate(mappings)})
+        return [holder.inner(place) for place in holder.values]
+
     def inner_file(self, key: str, folder: Path) -> "Block":
         """Return the file that a key names, as a block under the key. If it cannot be read, the key is refused.
 
@@ -109,7 +124,7 @@ class Block:
             self.used(key, f"read from {printable(str(path.absolute()))}: its keys follow")
         except (ConfigurationError, OSError, ValueError, RuntimeError) as error:  # no home, a name too long
             self.refused(key, str(error))
-        return Block(tree, self.source, self.path_of(key), self)
+        return self.inner_mapping(key, tree)
 
     def read(self, key: str, convert: Callable[[Tree], T], default: D) -> T | D:
         """Return the converted value, or the default without one. A ValueError of `convert` refuses the key."""
@@ -188,7 +203,8 @@ class Block:
         for block in blocks:
             for key, value in block.values.items():
                 path = block.path_of(key)
-                if path in self._entries or (path in self._blocks and isinstance(value, dict)):
+                inner = self._blocks.get(path)
+                if path in self._entries or (inner and (inner.values or isinstance(value, dict))):
                     continue
                 if value is None or key.startswith(COMMENTS):
                     block._record(key, "ignored", "it is empty" if value is None else "a comment")

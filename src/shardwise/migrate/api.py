@@ -74,7 +74,7 @@ def read(source: Source, kind: Kind | None = None) -> Migrated:
             raise ConfigurationError(f"file {name}: {key} is said twice, in line {first} and line {last}")
         note = f" (written twice, in line {first} and line {last}: the last one counts)"
         entries = tuple(replace(entry, text=entry.text + note) if entry in told else entry for entry in entries)
-    return Migrated(name, chosen, top.settings, original, entries)
+    return Migrated(name, chosen, top.settings, original, entries, top.files)
 
 
 def kind_of(tree: Mapping[str, Tree], name: str) -> Kind:

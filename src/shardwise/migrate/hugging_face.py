@@ -14,9 +14,11 @@ from typing import Any, Literal, get_args
 from ..trainer.settings import Metric
 from .accelerate import PRECISIONS, precision_for, read_completed, read_device
 from .account import FALSE, TRUE, Block
+from .fine_tuning import read_fine_tuning
 from .fsdp import ON_HOST, Fsdp, known_keys, read_fsdp, read_groups, set_strategy, strategies
 from .migrated import Change, Original
 from .tables import apply_rules, read_setting, rules, table
+from .training_data import read_data
 
 # Defaults of Hugging Face's Trainer, where those of shardwise's trainer differ.
 DEFAULTS: dict[str, Any] = {
@@ -33,8 +35,6 @@ DEFAULTS: dict[str, Any] = {
 EPOCHS = 3.0
 # A file with one of these says how to train, and not only how to shard.
 TRAINING_KEYS = ("output_dir", "learning_rate", "max_steps", "num_train_epochs", "num_epochs")
-# A placeholder: the user has to name the data. Our default for `train_file` would train on something else.
-YOUR_DATA = "YOUR-DATA.jsonl"
 REPORTERS = ("tensorboard", "wandb")
 DTYPES = ("torch_dtype", "dtype")
 # The model's key in Axolotl's files. Axolotl loads weights in bf16 if bf16 is on; fsdp_config needs no `fsdp: true`.
@@ -57,10 +57,11 @@ def read_hugging_face(top: Block, folder: Path) -> Original:
         _intervals,
         _best_model,
         _checkpointing_and_compilation,
-        _adapters,
+        read_fine_tuning,
         _rest,
     ):
         read(top)
+    read_data(top, folder)
     word, loaded = _dtypes(top)
     apply_rules(top, "hugging_face", "trainer")
     apply_rules(top, "hugging_face", "programs")
@@ -195,7 +196,7 @@ def _dtypes(top: Block) -> tuple[str, Loaded]:
             loaded = "bf16"
         elif name == "auto":
             loaded = "auto"
-        elif top.has(key) and name not in ("float32", "fp32"):
+        elif top.has(key) and name not in ("float32", "fp32") and not (word == "bf16" and "quantize" in top.settings):
             top.refused(key, "weights are float32 or bfloat16 here")
     if top.flag("pure_bf16") or _lower(top, "bf16") == "full":
         loaded = "pure"
@@ -238,41 +239,6 @@ def _checkpointing_and_compilation(top: Block) -> None:
     apply_rules(top.inner(f"{key}_kwargs"), "hugging_face", f"{key}_kwargs")
     top.settings |= {"compile": "on"} if top.flag("torch_compile") else {}
     top.used("torch_compile", f"compile {top.settings.get('compile', 'auto')}")
-
-
-def _adapters(top: Block) -> None:
-    """Read the arguments of PEFT, for which TRL, LLaMA-Factory and Axolotl have different keys."""
-    adapter = top.text("adapter").lower()
-    kind = top.word("finetuning_type", ("full", "lora", "freeze", "oft"), "full")
-    if adapter not in ("", "lora", "none"):
-        top.refused("adapter", "adapters are lora here, on weights that are not quantised")
-    if kind in ("freeze", "oft"):
-        top.refused("finetuning_type", "all weights are trained here, or LoRA adapters: full or lora")
-    is_lora = adapter == "lora" or kind == "lora" or top.flag("use_peft")
-    becomes = "LoRA adapters" if is_lora else "all weights are trained"
-    top.used(("adapter", "finetuning_type", "use_peft"), becomes)
-    rank_key = top.first_of("lora_r", "lora_rank")
-    targets_key = top.first_of("lora_target_modules", "lora_target")
-    rank = top.whole(rank_key, 16, least=1, most=2**31)
-    alpha = top.number("lora_alpha", 2.0 * rank, least=0)
-    dropout = top.number("lora_dropout", 0.0, least=0, most=0.999)
-    targets = tuple(top.texts(targets_key))
-    every = top.flag("lora_target_linear")
-    if is_lora and (every or {"all", "all-linear"} & set(targets)):
-        top.refused("lora_target_linear" if every else targets_key, "name the modules, as in q_proj,v_proj")
-        targets = ()
-    if is_lora and top.has("lora_alpha") and alpha == 0:
-        top.refused("lora_alpha", "it must be above 0")
-    for key, text in {
-        rank_key: f"lora r {rank}",
-        "lora_alpha": f"lora alpha {alpha:g}",
-        "lora_dropout": f"lora dropout {dropout:g}",
-        targets_key: f"lora targets {', '.join(targets)}",
-        "lora_target_linear": "modules are named one by one",
-    }.items():
-        top.used_if(is_lora, key, text, "no adapters are asked for")
-    if is_lora:
-        top.settings["lora"] = {"r": rank, "alpha": alpha, "dropout": dropout, "targets": list(targets)}
 
 
 def _rest(top: Block) -> None:
@@ -320,8 +286,8 @@ def _names_and_length(top: Block) -> None:
     for name, keys in table("hugging_face")["settings"].items():
         read_setting(top, top.first_of(*keys), name)
     _whole_batch(top)
-    if "model" in top.settings and "dataset" not in top.settings:
-        top.settings["train_file"] = (YOUR_DATA,)
+    key, is_same = "base_model_config", top.text("base_model_config") in ("", top.text("base_model"))
+    top.settle(key, "ignored" if is_same else "refused", "the configuration in the model's own folder is used")
     steps = top.whole("max_steps", -1, least=-1)
     key = top.first_of("num_train_epochs", "num_epochs")
     epochs = top.number(key, EPOCHS, least=0)
@@ -480,8 +446,8 @@ def _interval(top: Block, strategy: str, key: str, per_epoch: str) -> None:
 def _times_per_epoch(top: Block, written: str, key: str, times: float) -> None:
     """Set an interval of N times per epoch, as a fraction of all steps: 1 / (N * epochs)."""
     epochs = top.settings.get("num_train_epochs", 0.0)
-    if top.has("num_epochs") and "max_steps" in top.settings:  # Axolotl's part of all steps, however many they are
-        epochs = top.number("num_epochs", least=0)
+    if "max_steps" in top.settings and written.endswith("per_epoch"):  # Axolotl's part of all steps
+        epochs = top.number("num_epochs", 1.0, least=0)
     num_times = times * epochs
     if not epochs and times:
         why = "the steps of an epoch are unknown without a number of epochs (max_steps replaces it)"

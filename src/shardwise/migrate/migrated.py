@@ -5,7 +5,9 @@ A strategy is a preset from the tables, followed by changes: `zero3+params=host`
 
 import textwrap
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal
 
 from ..base.errors import ConfigurationError, printable
@@ -69,6 +71,7 @@ class Migrated:
     settings: Mapping[str, Any]
     original: Original
     entries: tuple[Entry, ...]
+    files: Mapping[str, str] = field(default_factory=dict)  # texts that settings name, to be written next to ours
 
     @property
     def refused(self) -> tuple[Entry, ...]:
@@ -102,11 +105,14 @@ class Migrated:
         return found
 
 
-def yaml_of(migrated: Migrated) -> str:
-    """Return the text of our configuration file, with the ignored keys as comments."""
+def yaml_of(migrated: Migrated, paths: Mapping[str, Path] = MappingProxyType({})) -> str:
+    """Return the text of our configuration file, with the ignored keys as comments. `paths`: of its files, by name."""
     title = f"{printable(migrated.source)} ({TITLES[migrated.kind]})"
     lines = [f"# From {title}, by shardwise convert; for shardwise train."]
-    lines += [f"{name}: {as_yaml(value)}" for name, value in migrated.settings.items()]
+    values = {
+        name: str(paths[str(value)]) if str(value) in paths else value for name, value in migrated.settings.items()
+    }
+    lines += [f"{name}: {as_yaml(value)}" for name, value in values.items()]
     ignored = [entry for entry in migrated.entries if entry.fate == "ignored"]
     if ignored:
         lines += ["", "# Not taken over:"]

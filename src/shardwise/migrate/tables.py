@@ -28,11 +28,6 @@ def _as_mapping(value: Tree) -> Tree:
     return value
 
 
-def _as_special_tokens(value: Tree) -> Tree:
-    """Return the tokens without the padding token, which is never a target."""
-    return {name: token for name, token in _as_mapping(value).items() if name != "pad_token" and token is not None}
-
-
 CONVERTERS: dict[str, Convert] = {
     "any": lambda value: value,
     "flag": as_flag,
@@ -44,7 +39,6 @@ CONVERTERS: dict[str, Convert] = {
     "size": partial(as_number, is_whole=True, least=0),
     "count": partial(as_number, is_whole=True, least=1),
     "mapping": _as_mapping,
-    "special tokens": _as_special_tokens,
 }
 
 
