@@ -100,7 +100,7 @@ def _prepare(
         wanted = []
         for state in (state for unit in engine.units for state in unit.states):
             for piece in pieces(state.flat.intervals, state.flat.spans[state.flat.depth_of_master]):
-                name = _saved_name(state.flat.params[piece.param], index)
+                name = _saved_name(state.flat.stored_params[piece.param], index)
                 home = homes.get(state.resting_params[piece.param])
                 wanted.append(_Wanted(state, piece.param, piece.in_param, name, index.tensors[name], home))
         if optimizers:
@@ -196,7 +196,8 @@ def holds(dtype: torch.dtype, stored: torch.dtype) -> bool:
 
 def _params(engine: Engine) -> list[tuple[Param, torch.dtype]]:
     """Return every parameter with the dtype of its master weights."""
-    return [(spec, state.master.dtype) for unit in engine.units for state in unit.states for spec in state.flat.params]
+    states = (state for unit in engine.units for state in unit.states)
+    return [(spec, state.master.dtype) for state in states for spec in state.flat.stored_params]
 
 
 def _saved_name(spec: Param, index: Index) -> str:

@@ -57,12 +57,14 @@ class UnitPlan:
     def __post_init__(self) -> None:
         flats = self.flats
         # The unit has gathered memory of its own, from its forward to the end of its backward.
-        self.gives_back = self.layout.gathered_until == "backward"
+        # Not that of the layout, if frozen weights are decoded for each use.
+        self.gathered_until = flats[0].layout.gathered_until
+        self.gives_back = self.gathered_until == "backward"
         self.trainable = any(flat.trainable for flat in flats)
         # Bytes of gradients as autograd makes them: in the compute dtype.
         self.trained_bytes = sum(flat.num_elems * flat.compute.itemsize for flat in flats if flat.trainable)
         split = [flat for flat in flats if not flat.master_is_whole]
-        self.gathered_bytes = sum(aligned(flat.num_elems * flat.compute.itemsize) for flat in split)
+        self.gathered_bytes = sum(aligned(flat.whole_bytes) for flat in split)
         self.gathered_row_bytes = sum(aligned(flat.gathered_row_bytes) for flat in flats)
         # Bytes in a reduction slot: for gradients that are split or offloaded, and for encoded rows.
         self.reduced_bytes = sum(aligned(flat.reduced_bytes) + aligned(flat.exchanged_bytes) for flat in flats)
@@ -123,7 +125,7 @@ def aligned(num_bytes: int) -> int:
 
 def make_schedule(units: Sequence[UnitPlan], order: Sequence[int], budget_bytes: int | None) -> Schedule:
     """Make a schedule. `budget_bytes` limits the ring of gather slots; without it one unit is prefetched."""
-    ring = [unit for unit in order if units[unit].layout.gathered_until == "forward" and not units[unit].holds_units]
+    ring = [unit for unit in order if units[unit].gathered_until == "forward" and not units[unit].holds_units]
     num_slots = _ring_size([units[unit] for unit in ring], budget_bytes)
     slots, slot_bytes = _slots_in_turn([units[unit] for unit in ring], num_slots)
     slot_of: list[int | None] = [None] * len(units)
