@@ -67,6 +67,7 @@ class Settings:
     random_weights: bool = setting(MODEL, False, "Start a Hugging Face model from random weights instead of those in its folder.")
     tokenizer: str | None = setting(MODEL, None, "Folder or id of a tokenizer, or 'bytes'. Default: the model's own, otherwise bytes.")
     lora: Lora | None = setting(MODEL, None, "Train low-rank adapters only: r=16,alpha=32 and, if needed, dropout=0.05 and targets=q_proj+v_proj.")
+    quantize: Literal["nf4", "int8", "int4", "fp8"] | None = setting(MODEL, None, "Store the frozen matrices of blocks in few bits, with lora: nf4 (as bitsandbytes does, 0.52 bytes each), int8, int4 or fp8.")
     gradient_checkpointing: Literal["none", "selective", "full"] = setting(MODEL, "none", "Recompute activations of blocks in the backward: none, selective or full. Without a value: full.")
     compile: Compile = setting(MODEL, "auto", "Compile each block with torch.compile: auto (on GPUs, if the run is long enough to save more time than that takes), on or off. Without a value: on. true and false are on and off.")
     loss_chunk: AnyLossChunk = setting(MODEL, "auto", "Logits that exist at a time in the loss: small (256 MB), large (1 GB, faster if the vocabulary is large), or auto (on GPUs large, if the plan says that it fits and is faster).")
@@ -175,6 +176,9 @@ class Settings:
             if value != defaults[name] and schedule not in schedules:
                 needed = f"{name} {value} belongs to lr_scheduler_type {', '.join(schedules)}"
                 raise ConfigurationError(f"{needed}, but that is {schedule}")
+        if self.quantize is not None and self.lora is None:
+            fix = "add lora, or leave quantize out"
+            raise ConfigurationError(f"quantize {self.quantize} is for frozen weights, and all are trained: {fix}")
         num_nodes(self.nnodes)
         num_bytes_of(self.speculation)
         parse_units(self.units)
