@@ -24,6 +24,7 @@ from ..core.engine.runtime import Engine
 from ..core.mesh import patient_hosts
 from ..core.schedule.model import Param
 from ..core.unit.state import FlatState
+from ..core.wire.codec import codec_in
 from . import optimizer_state
 from .index import NAMES, Index, Saved, Stored, cut
 from .opened import Opened, open_checkpoint
@@ -153,6 +154,11 @@ def require_same_model(engine: Engine, buffers: Mapping[str, Tensor], index: Ind
     expected = {_saved_name(spec, index): (tuple(spec.shape), dtype) for spec, dtype in params}
     expected |= {name: (tuple(value.shape), value.dtype) for name, value in buffers.items()}
     known = set(expected) | {site.name for spec, _ in params for site in spec.sites}
+    here, there = ({codec for name in names if (codec := codec_in(name))} for names in (expected, index.tensors))
+    if here != there:
+        own, other = (", ".join(sorted(codecs)) or "they are" for codecs in (here, there))
+        fix = "shard the model as it was (frozen_as=, --quantize), or load whole weights with sw.load_full_state_dict"
+        raise CheckpointError(f"its frozen weights are stored as {other}, and the model's as {own}: {fix}")
     differences = []
     for name, (shape, dtype) in expected.items():
         stored = index.tensors.get(name)

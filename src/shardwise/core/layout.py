@@ -18,7 +18,7 @@ from fnmatch import fnmatchcase
 from typing import Any, Literal, get_args
 
 from ..base.errors import ConfigurationError, did_you_mean
-from .wire.codec import AS_IS, parse
+from .wire.codec import AS_IS, FROZEN_KINDS, parse
 
 Split = Literal["whole", "node", "world"]
 Until = Literal["forward", "backward", "always"]
@@ -29,8 +29,6 @@ SPLITS: tuple[Split, ...] = get_args(Split)
 MOVABLE = ("params", "grads", "optimizer", "activations")
 # State that may be encoded for collectives.
 ENCODABLE = ("params", "grads")
-# Formats in which frozen weights may be stored.
-FROZEN_KINDS = ("nf4", "int8", "int4", "e4m3", "e5m2")
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,6 +264,17 @@ OFFLOADS: tuple[str, ...] = (
 ACTIVATION_OFFLOADS: tuple[str, ...] = ("ddp", "zero1", "zero2", "zero3", "hsdp")
 
 Strategy = str | Layout | Mapping[str, "str | Layout"]
+
+
+def quantized(strategy: Strategy, codec: str | None) -> Strategy:
+    """The strategy with frozen matrices stored in this format; None: as they are."""
+    if codec is None:
+        return strategy
+    if isinstance(strategy, Layout):
+        return replace(strategy, frozen_as=codec)
+    if isinstance(strategy, str):
+        return f"{strategy}+frozen_as={codec}"
+    return {pattern: "+".join((layout, f"frozen_as={codec}")) if isinstance(layout, str) else replace(layout, frozen_as=codec) for pattern, layout in strategy.items()}
 
 
 def layout_of(strategy: str | Layout) -> Layout:

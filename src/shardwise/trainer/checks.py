@@ -122,6 +122,10 @@ def check_all(settings: Settings, num_ranks: int) -> Checked:
             raise ConfigurationError(f"{setting}: {module} is not installed; pip install 'shardwise[{extra}]'")
     batching = batching_of(settings, num_ranks)
     facts = check(settings)
+    if facts.quantized and facts.quantized != settings.quantize:
+        asked = f"quantize is {settings.quantize}" if settings.quantize else "quantize is not given"
+        fix = f"add --quantize {facts.quantized} (with --lora), or use the unquantised ones"
+        raise ConfigurationError(f"model {settings.model}: its weights are stored as {facts.quantized}, and {asked}: {fix}")
     if facts.folder is not None and not settings.train_file and settings.dataset is None:
         raise ConfigurationError(
             f"model {settings.model}: no data is named: give --train-file or --dataset (in-tree shapes have a default)"

@@ -25,6 +25,8 @@ Kind = Literal["as_is", "bf16", "fp16", "e4m3", "e5m2", "int8", "int4", "nf4"]
 AS_IS: Kind = "as_is"
 # Kinds in which collectives may be sent.
 KINDS: tuple[Kind, ...] = tuple(kind for kind in get_args(Kind) if kind != "nf4")
+# Kinds in which frozen weights may be stored.
+FROZEN_KINDS: tuple[Kind, ...] = ("nf4", "int8", "int4", "e4m3", "e5m2")
 ALIASES: dict[str, Kind] = {"fp8": "e4m3"}
 ALIGN_BYTES = 16
 NF4_BLOCK, NF4_SCALED = 64, 256  # elements of a block; blocks whose absmaxes share a scale
@@ -145,6 +147,12 @@ def encoded_bytes(codec: Codec | str, num_elems: int, dtype: DTypeLike | None = 
         return parts(codec, num_elems).total_bytes
     assert dtype is not None
     return num_elems * dtype_of(dtype).itemsize
+
+
+def codec_in(name: str) -> str | None:
+    """The codec at the end of the name under which encoded weights are saved; None for other names."""
+    last = name.rpartition(".")[2]
+    return last if last.partition(":")[0] in FROZEN_KINDS else None
 
 
 def seed_words(seed: int) -> tuple[int, int]:

@@ -46,6 +46,11 @@ class ModelFacts:
     has_weights: bool = False  # in the folder; else they are random
     config: Mapping[str, Any] = field(default_factory=dict)  # the content of config_file
 
+    @property
+    def quantized(self) -> str | None:
+        """The format of the weights in the folder, if they are quantised."""
+        return "nf4" if self.has_weights and "quantization_config" in self.config else None
+
 
 def check(settings: Settings) -> ModelFacts:
     if settings.model in PRESETS:
@@ -87,8 +92,10 @@ def _facts_of_folder(settings: Settings) -> ModelFacts:
         problem = f"{key} is for in-tree shapes by name ({', '.join(PRESETS)}), but it has its own config.json"
     elif not isinstance(config.get("model_type"), str):
         problem = "its config.json has no model_type"
-    elif "quantization_config" in config:
-        problem = "its weights are quantised, which cannot be trained: use the unquantised ones"
+    elif (about := config.get("quantization_config")) is not None and not _is_nf4(about):
+        method = about.get("quant_method") if isinstance(about, dict) else about
+        problem = f"its weights are quantised in another way ({method}) than nf4 of bitsandbytes with double quantisation"
+        problem += ": use the unquantised ones"
     if problem:
         raise ConfigurationError(f"model {settings.model!r}: {problem}")
     has_weights = not (is_config or settings.random_weights)
@@ -119,6 +126,13 @@ def _facts_of_folder(settings: Settings) -> ModelFacts:
         has_weights=has_weights,
         config=config,
     )
+
+
+def _is_nf4(about: Any) -> bool:
+    """True for a `quantization_config` of bitsandbytes' 4-bit layers in the only form that can be stored as it is."""
+    wanted = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
+    wanted |= {"bnb_4bit_use_double_quant": True}
+    return isinstance(about, dict) and all(about.get(key) == value for key, value in wanted.items())
 
 
 def shape_in(config: Mapping[str, Any], name: str) -> TransformerShape:

@@ -30,8 +30,10 @@ from ...checkpoint.loading import load
 from ...checkpoint.opened import Reader, open_checkpoint
 from ...checkpoint.tensor_files import Source
 from ...checkpoint.writer import MAX_FILE_BYTES, NOTE, converted, stored_source
-from ...core.layout import Strategy
+from ...core.layout import Strategy, quantized
 from ...core.mesh import device, init
+from ...core.wire.codec import codec_in, parse
+from ...core.wire.reference_codecs import decoder
 from ..data.tokenizer import Tokenizer, tokenizer_for
 from ..run_folder import CONFIG, EXPORT
 from ..settings import Settings, settings_from_json
@@ -66,6 +68,7 @@ def restore(path: Path, strategy: Strategy, tokenizer: str | None = None) -> tup
         base, own_tokenizer, adapters = _adapter_config(place)
         settings = Settings(model=base, tokenizer=tokenizer or own_tokenizer)
     facts = check(settings)
+    strategy = quantized(strategy, settings.quantize or facts.quantized)
     loaded = tokenizer_for(facts.tokenizer)
     built = build(settings, loaded.vocab_size, device(), adapters, facts)
     precision = "bf16" if device().type == "cuda" else "fp32"
@@ -162,11 +165,13 @@ def content_of(
             if not is_merged:
                 raise ConfigurationError(f"{place} is a PEFT adapter already: to write a whole model, add --merge")
             built = _build_from_folder(*_adapter_config(place, model))
+            _refuse_quantized(built)
             sources = _weight_sources(built.model, _weights_with_adapter(built, place), dtype)
         elif is_model(place):
             if model is not None:
                 raise ConfigurationError(f"{place} is a model of its own: leave --model out")
             built = _build_from_folder(str(place))
+            _refuse_quantized(built)
             sources = _weight_sources(built.model, built.weights, dtype)
         else:
             opened = open_checkpoint(place)
@@ -180,6 +185,12 @@ def content_of(
             sources = [source for source in sources if is_adapter(source.name)]  # the base model has its own folder
         names = names_of(built.model)
         yield Content(built.model, built.facts, sources, names, is_adapted, is_merged, max_bytes, about)
+
+
+def _refuse_quantized(built: Built) -> None:
+    if built.facts.quantized:
+        fix = "use the unquantised model (--model FOLDER)"
+        raise ConfigurationError(f"model {built.facts.origin!r} is stored as {built.facts.quantized}: {fix}")
 
 
 def _model_of(place: Path, extra: Mapping[str, Any], model: str | None) -> tuple[Built, bool]:
@@ -224,18 +235,24 @@ def _stored_sources(
     built: Built, tensors: Mapping[str, Saved], reader: Reader, dtype: str, place: Path
 ) -> list[Source]:
     by_name = {name: saved for first, saved in tensors.items() for name in (first, *saved.tied)}
+    encoded = {name.removesuffix(f".{codec}"): (name, codec) for name in by_name if (codec := codec_in(name))}
     expected = built.model.state_dict(keep_vars=True)
     sources, missing = [], []
     for first, names in names_of(built.model).items():
         tensor = expected[first]
         saved = next((by_name[name] for name in names if name in by_name), None)
-        if saved is None:
+        if first in encoded:
+            name, codec = encoded[first]
+            rows = partial(_decoded, stored_source(name, reader, by_name[name], torch.uint8), tensor, codec)
+            sources.append(Source(first, chosen := _dtype_of(tensor, tensor.dtype, dtype), tuple(tensor.shape), partial(rows, chosen)))
+        elif saved is None:
             missing.append(first)
         elif saved.shape != tuple(tensor.shape):
             raise CheckpointError(f"{place}: {first!r} is {saved.shape} in it, {tuple(tensor.shape)} in the model")
         else:
             sources.append(stored_source(first, reader, saved, _dtype_of(tensor, saved.torch_dtype, dtype)))
-    unknown = [name for name, saved in tensors.items() if not {name, *saved.tied} & expected.keys()]
+    as_stored = {name for name, _ in encoded.values()}
+    unknown = [name for name, saved in tensors.items() if name not in as_stored and not {name, *saved.tied} & expected.keys()]
     unknown = [name for name in unknown if not COMPUTED.search(name)]
     lacks = [f"it lacks {len(missing)} tensors, first {missing[0]!r}"] if missing else []
     has = [f"it has {len(unknown)} that the model has not, first {unknown[0]!r}"] if unknown else []
@@ -243,6 +260,12 @@ def _stored_sources(
         kind = type(built.model).__name__
         raise CheckpointError(f"{place} does not fit its model, a {kind}: {'; '.join(lacks + has)}")
     return sources
+
+
+def _decoded(source: Source, like: Tensor, codec: str, dtype: torch.dtype) -> list[Tensor]:
+    out = torch.empty(like.numel(), dtype=like.dtype)
+    decoder(parse(codec), source.read()[None], out)()
+    return [converted(source.name, out.view(like.shape), dtype)]
 
 
 def _weight_sources(model: nn.Module, weights: Mapping[str, Tensor] | None, dtype: str) -> list[Source]:
