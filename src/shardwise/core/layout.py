@@ -270,11 +270,13 @@ def quantized(strategy: Strategy, codec: str | None) -> Strategy:
     """The strategy with frozen matrices stored in this format; None: as they are."""
     if codec is None:
         return strategy
-    if isinstance(strategy, Layout):
-        return replace(strategy, frozen_as=codec)
-    if isinstance(strategy, str):
-        return f"{strategy}+frozen_as={codec}"
-    return {pattern: "+".join((layout, f"frozen_as={codec}")) if isinstance(layout, str) else replace(layout, frozen_as=codec) for pattern, layout in strategy.items()}
+    if isinstance(strategy, Mapping):
+        return {pattern: _with_frozen(layout, codec) for pattern, layout in strategy.items()}
+    return _with_frozen(strategy, codec)
+
+
+def _with_frozen(layout: str | Layout, codec: str) -> str | Layout:
+    return f"{layout}+frozen_as={codec}" if isinstance(layout, str) else replace(layout, frozen_as=codec)
 
 
 def layout_of(strategy: str | Layout) -> Layout:

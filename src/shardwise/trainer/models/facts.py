@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from ...base.documents import read_object
 from ...base.errors import ConfigurationError, did_you_mean, import_library
+from ...planner.shapes.hf_config import QUANTISED, is_nf4
 from ..data.tokenizer import BYTES
 from ..settings import Settings
 from ..shapes import PRESETS, SHAPE_KEYS, TransformerShape
@@ -49,7 +50,7 @@ class ModelFacts:
     @property
     def quantized(self) -> str | None:
         """The format of the weights in the folder, if they are quantised."""
-        return "nf4" if self.has_weights and "quantization_config" in self.config else None
+        return "nf4" if self.has_weights and QUANTISED in self.config else None
 
 
 def check(settings: Settings) -> ModelFacts:
@@ -92,7 +93,7 @@ def _facts_of_folder(settings: Settings) -> ModelFacts:
         problem = f"{key} is for in-tree shapes by name ({', '.join(PRESETS)}), but it has its own config.json"
     elif not isinstance(config.get("model_type"), str):
         problem = "its config.json has no model_type"
-    elif (about := config.get("quantization_config")) is not None and not _is_nf4(about):
+    elif (about := config.get(QUANTISED)) is not None and not is_nf4(about):
         method = about.get("quant_method") if isinstance(about, dict) else about
         problem = f"its weights are quantised in another way ({method}) than nf4 of bitsandbytes with double quantisation"
         problem += ": use the unquantised ones"
@@ -126,13 +127,6 @@ def _facts_of_folder(settings: Settings) -> ModelFacts:
         has_weights=has_weights,
         config=config,
     )
-
-
-def _is_nf4(about: Any) -> bool:
-    """True for a `quantization_config` of bitsandbytes' 4-bit layers in the only form that can be stored as it is."""
-    wanted = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
-    wanted |= {"bnb_4bit_use_double_quant": True}
-    return isinstance(about, dict) and all(about.get(key) == value for key, value in wanted.items())
 
 
 def shape_in(config: Mapping[str, Any], name: str) -> TransformerShape:

@@ -6,7 +6,7 @@ JSON with sizes and the offset of the absmaxes. Here it is one row of bytes (`co
 """
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from math import prod
 from typing import Any
@@ -18,10 +18,12 @@ from ...base.errors import ConfigurationError
 from ...checkpoint.tensor_files import Source
 from ...core.wire.codec import NF4_BLOCK, NF4_SCALED, encoded_bytes
 from ...core.wire.nf4 import CODEC, stored_parts, tables
+from ...core.wire.reference_codecs import encoded
 
 STATE = ".quant_state.bitsandbytes__nf4"
+ABOUT_BYTES = 256
 PARTS = (".absmax", ".nested_absmax", ".quant_map", ".nested_quant_map", STATE)
-CONFIG = {
+QUANTIZATION = {
     "quant_method": "bitsandbytes",
     "load_in_4bit": True,
     "load_in_8bit": False,
@@ -90,19 +92,32 @@ def _row(stored: Mapping[str, Tensor], name: str, shape: tuple[int, ...]) -> Ten
     return row
 
 
-def unpacked(name: str, row: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Iterator[Source]:
-    """Yield the tensors that a folder has for a quantised matrix. `dtype` is that of the original weight."""
-    parts, (codes, levels) = stored_parts(row, prod(shape)), tables(torch.device("cpu"))
-    state = {
-        "quant_type": "nf4",
-        "blocksize": NF4_BLOCK,
-        "dtype": str(dtype).removeprefix("torch."),
-        "shape": list(shape),
-        "nested_blocksize": NF4_SCALED,
-        "nested_dtype": "float32",
-        "nested_offset": float(parts.offset),
-    }
-    about = torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8)
-    values = (parts.payload[:, None], parts.absmax, parts.scales, codes, levels, about)
-    for part, value in zip(("", *PARTS), values, strict=True):
-        yield Source(name + part, value.dtype, tuple(value.shape), lambda value=value: [value])
+def quantized(source: Source) -> list[Source]:
+    """Return the tensors that a folder has for a matrix of a block in nf4. It is encoded when the first of them is written, and
+    the bytes are held until the last is. Other tensors stay as they are."""
+    if not is_quantizable(source.name, len(source.shape)):
+        return [source]
+    num_elems, dtype = prod(source.shape), str(source.dtype).removeprefix("torch.")
+    held: dict[str, Tensor] = {}
+
+    def rows(part: str) -> list[Tensor]:
+        if not held:
+            found = stored_parts(encoded(CODEC, source.read()), num_elems)
+            values = (found.payload[:, None], found.absmax, found.scales, *tables(torch.device("cpu")))
+            held.update(zip(("", *PARTS), (*values, _about(source.shape, dtype, float(found.offset))), strict=True))
+        return [held.pop(part)]
+
+    like = stored_parts(torch.empty(encoded_bytes(CODEC, num_elems), dtype=torch.uint8), num_elems)
+    about = _about(source.shape, dtype, 0.0)
+    sizes = (like.payload[:, None], like.absmax, like.scales, *tables(torch.device("cpu")), about)
+    return [
+        Source(source.name + part, size.dtype, tuple(size.shape), partial(rows, part))
+        for part, size in zip(("", *PARTS), sizes, strict=True)
+    ]
+
+
+def _about(shape: Sequence[int], dtype: str, offset: float) -> Tensor:
+    """The JSON of a matrix, filled up to a fixed length: sizes in a file are known before the offset is."""
+    state = {"quant_type": "nf4", "blocksize": NF4_BLOCK, "dtype": dtype, "shape": list(shape)}
+    state |= {"nested_blocksize": NF4_SCALED, "nested_dtype": "float32", "nested_offset": offset}
+    return torch.tensor(list(json.dumps(state).ljust(ABOUT_BYTES).encode()), dtype=torch.uint8)

@@ -155,8 +155,10 @@ def content_of(
     """Open a checkpoint, model or adapter for an export, and check that it fits its model and is complete.
 
     `model` replaces the model of the run, if there is one. `dtype` is a dtype's name, `keep` (the checkpoint's dtype)
-    or `auto` (the dtype of the original model, as in the export at the end of a run).
+    `auto` (the dtype of the original model, as in the export at the end of a run), or `nf4`: `auto`, with the matrices
+    of blocks as bitsandbytes stores them.
     """
+    is_quantized, dtype = dtype == "nf4", "auto" if dtype == "nf4" else dtype
     place = newest_in(path)
     about: dict[str, Any] = {"from": str(place.resolve())}
     is_adapted = (place / ADAPTER_CONFIG).is_file()
@@ -184,7 +186,9 @@ def content_of(
         if is_adapted and not is_merged and built.facts.has_weights:
             sources = [source for source in sources if is_adapter(source.name)]  # the base model has its own folder
         names = names_of(built.model)
-        yield Content(built.model, built.facts, sources, names, is_adapted, is_merged, max_bytes, about)
+        if is_quantized and is_adapted and not is_merged and built.facts.has_weights:
+            raise ConfigurationError("--dtype nf4: adapters are not stored in 4 bits; add --merge to write a whole model")
+        yield Content(built.model, built.facts, sources, names, is_adapted, is_merged, max_bytes, is_quantized, about)
 
 
 def _refuse_quantized(built: Built) -> None:

@@ -82,10 +82,10 @@ def names_of(model: nn.Module) -> dict[str, tuple[str, ...]]:
 
 
 def in_tree_weights(model: nn.Module, folder: Path) -> LazyWeights:
-    stored = stored_tensors(weight_files(folder))
-    expected = model.state_dict()
+    makers, quantized = packed(stored_tensors(weight_files(folder)))
+    stored, expected = LazyWeights(makers), model.state_dict()
     names = {in_tree_name(name): name for name in stored if in_tree_name(name) in expected}
-    _require_fit(model, stored, names, names, sorted(set(stored) - set(names.values())), folder)
+    _require_fit(model, stored, names, names, sorted(set(stored) - set(names.values())), folder, quantized)
     return LazyWeights({own: partial(stored.__getitem__, name) for own, name in names.items()})
 
 
