@@ -170,8 +170,11 @@ def load_full_state_dict(model: nn.Module, state_dict: Mapping[str, Tensor] | No
     shapes = {names[spec]: spec.shape for spec in params} | {key: buffer.shape for key, buffer in buffers.items()}
     missing = [name for name in shapes if name not in tensors]
     unknown = sorted(set(tensors) - set(entries))
-    encoded = {names[spec]: as_bytes.shape for state in engine.all_states
-               for spec, as_bytes in zip(state.flat.params, state.flat.stored_params, strict=True)}
+    encoded = {
+        names[spec]: as_bytes.shape
+        for state in engine.all_states
+        for spec, as_bytes in zip(state.flat.params, state.flat.stored_params, strict=True)
+    }
     complaints = [
         f"{name!r} is {tuple(tensors[name].shape)} in the state dict, {tuple(shape)} in the model"
         for name, shape in shapes.items()

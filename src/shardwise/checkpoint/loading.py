@@ -156,9 +156,9 @@ def require_same_model(engine: Engine, buffers: Mapping[str, Tensor], index: Ind
     known = set(expected) | {site.name for spec, _ in params for site in spec.sites}
     here, there = ({codec for name in names if (codec := codec_in(name))} for names in (expected, index.tensors))
     if here != there:
-        own, other = (", ".join(sorted(codecs)) or "they are" for codecs in (here, there))
+        mine, saved = (", ".join(sorted(codecs)) or "they are" for codecs in (here, there))
         fix = "shard the model as it was (frozen_as=, --quantize), or load whole weights with sw.load_full_state_dict"
-        raise CheckpointError(f"its frozen weights are stored as {other}, and the model's as {own}: {fix}")
+        raise CheckpointError(f"its frozen weights are stored as {saved}, and the model's as {mine}: {fix}")
     differences = []
     for name, (shape, dtype) in expected.items():
         stored = index.tensors.get(name)

@@ -226,7 +226,9 @@ def _quantized(strategy: Any, quantize: str | None, lora: str | None, engine: st
     from ..core.layout import AUTO, quantized
 
     if quantize is not None and (lora is None or engine != "shardwise"):
-        why = "all weights are trained: add --lora" if lora is None else f"not planned for engine {engine}: leave it out"
+        why = (
+            "all weights are trained: add --lora" if lora is None else f"not planned for engine {engine}: leave it out"
+        )
         raise ConfigurationError(f"--quantize {quantize} is for frozen weights, and {why}")
     return strategy if quantize is None else quantized(strategy or AUTO, quantize)
 

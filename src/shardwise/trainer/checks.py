@@ -103,7 +103,7 @@ def require_targets(samples: Samples, say: Callable[[str], None]) -> None:
 
 def check_all(settings: Settings, num_ranks: int) -> Checked:
     """Check the settings of a run against its files and its number of ranks."""
-    check_strategy(settings.strategy, settings.offload, settings.wire)
+    check_strategy(settings.strategy, settings.offload, settings.wire, settings.quantize)
     folder = offload_of(settings.offload).folder
     if folder is not None and not folder.is_dir():
         raise ConfigurationError(f"offload: {folder} is not a folder: make it, or name one that is there")
@@ -125,7 +125,9 @@ def check_all(settings: Settings, num_ranks: int) -> Checked:
     if facts.quantized and facts.quantized != settings.quantize:
         asked = f"quantize is {settings.quantize}" if settings.quantize else "quantize is not given"
         fix = f"add --quantize {facts.quantized} (with --lora), or use the unquantised ones"
-        raise ConfigurationError(f"model {settings.model}: its weights are stored as {facts.quantized}, and {asked}: {fix}")
+        raise ConfigurationError(
+            f"model {settings.model}: its weights are stored as {facts.quantized}, and {asked}: {fix}"
+        )
     if facts.folder is not None and not settings.train_file and settings.dataset is None:
         raise ConfigurationError(
             f"model {settings.model}: no data is named: give --train-file or --dataset (in-tree shapes have a default)"

@@ -85,9 +85,11 @@ def is_auto(strategy: Named) -> bool:
     return isinstance(strategy, str) and strategy.lower().partition("+")[0] == AUTO
 
 
-def check_strategy(strategy: Named, words: Sequence[str], wire: Sequence[str] = ()) -> None:
+def check_strategy(
+    strategy: Named, words: Sequence[str], wire: Sequence[str] = (), quantize: str | None = None
+) -> None:
     """Refuse strategies that are wrong for every model and every number of ranks."""
-    offload = offload_of(words, wire)
+    offload = offload_of(words, wire, quantize)
     for name in strategy.values() if isinstance(strategy, dict) else ():
         layout_of(name)
     asked = offload.applied_to(strategy)

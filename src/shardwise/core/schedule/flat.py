@@ -236,7 +236,9 @@ def flats_of(
     """Sort a unit's parameters into flats. `axes` maps an axis to its size and this rank's index."""
     groups: dict[tuple[DType, DType, DType, bool, Layout, int], list[Param]] = {}
     is_quantized = {
-        param.name: layout.frozen_as != AS_IS and is_quantizable(param) and not matches(param.sites[0].module, keep_fp32)
+        param.name: layout.frozen_as != AS_IS
+        and is_quantizable(param)
+        and not matches(param.sites[0].module, keep_fp32)
         for param in unit.params
     }
     if any(is_quantized.values()):

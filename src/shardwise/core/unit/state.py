@@ -270,8 +270,8 @@ class FlatState:
         if rows is None:
             return [], HopChain(self._decoders(self.master, self.whole))
         before = self._copies(flat.route(is_stale=False).before, staged, rows[self.own_in_whole])
-        steps: list[Collective | Work] = [*self.carrier.steps(rows, 0, flat.gather_hops, channels)]
-        return before, HopChain(steps + self._decoders(rows, self.whole))
+        steps = self.carrier.steps(rows, 0, flat.gather_hops, channels)
+        return before, HopChain([*steps, *self._decoders(rows, self.whole)])
 
     def _copies(self, copies: Sequence[Copy], staged: Tensor | None, at_rest: Tensor) -> list[Work]:
         """Prepare the copies of a route. Offloaded state may be in other memory after an update, so its tensors are

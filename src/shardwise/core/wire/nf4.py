@@ -2,7 +2,7 @@
 
 64 elements share an absmax. An element divided by it is one of 16 values, the quantiles of a normal distribution, whose
 codes lie in pairs, the first in the high half of a byte. The absmaxes are encoded again ("double quantisation"): their
-mean, the offset, is subtracted, 256 of the rest share a scale, and each is one of 256 levels, which are dense near zero.
+mean, the offset, is subtracted, 256 of the rest share a scale, and each is one of 256 levels, most of them near zero.
 `codec.parts` has the places of payload, absmaxes, and scales with the offset behind them.
 
 This is plain torch and the definition. Bit for bit the same is decoded by C code (`native/c/nf4.c`) on a CPU and by a
@@ -111,17 +111,19 @@ def decode(row: Tensor, out: Tensor) -> None:
         out[begin : begin + num].copy_(found * scale)
 
 
-class DecodeJob(ctypes.Structure):
+class Nf4Job(ctypes.Structure):
     _fields_ = struct_fields(
         c_void_p="payload absmax scales codes levels out", c_int64="num_elems num_scales", c_int32="dtype"
     )
 
 
-def compiled_decoder(row: Tensor, out: Tensor, dtype: int, in_threads: Callable[..., Callable[[], object]]) -> Callable[[], None]:
+def compiled_decoder(
+    row: Tensor, out: Tensor, dtype: int, in_threads: Callable[..., Callable[[], object]]
+) -> Callable[[], None]:
     """Prepare to decode with the C code. Addresses are read each time: memory may be released and allocated again."""
     where, (codes, levels) = parts(CODEC, out.numel()), tables(out.device)
     num_scales = -(-where.num_blocks // NF4_SCALED)
-    job = DecodeJob(0, 0, 0, codes.data_ptr(), levels.data_ptr(), 0, out.numel(), num_scales, dtype)
+    job = Nf4Job(0, 0, 0, codes.data_ptr(), levels.data_ptr(), 0, out.numel(), num_scales, dtype)
     run = in_threads("shardwise_decode_nf4", job, where.num_blocks, NF4_BLOCK)
 
     def decode_all() -> None:

@@ -55,14 +55,14 @@ def encoder(codec: Codec, values: Tensor, rows: Tensor) -> Callable[[int], objec
     """
     num_elems = _part_elems(codec, rows, values, "values")
     if codec.kind == "nf4":
-        return lambda _: [nf4.encode(*pair) for pair in zip(values.split(num_elems), rows, strict=True)]
+        return lambda _: nf4.encode(values, rows[0])
     if not codec.has_scales:
         target, source = rows.view(_plain_dtype(codec, values)), values.view(len(rows), num_elems)
         return lambda _: target.copy_(source)
     if not num_elems:
         return lambda _: None
     if values.is_cuda:
-        return _kernels("triton_codecs").encoder(codec, values, rows)
+        return _kernels().encoder(codec, values, rows)
     return (
         _compiled_encoder(codec, values, rows) if is_compiled(codec) else partial(reference_encode, codec, values, rows)
     )
@@ -82,7 +82,7 @@ def decoder(codec: Codec, rows: Tensor, out: Tensor, is_sum: bool = False) -> Ca
     if not num_elems:
         return lambda: None
     if out.is_cuda:
-        return _kernels("triton_codecs").decoder(codec, rows, out, is_sum)
+        return _kernels().decoder(codec, rows, out, is_sum)
     pairs = [(rows, out)] if is_sum else list(zip(rows.split(1), out.split(num_elems), strict=True))
     if is_compiled(codec):
         return _compiled_decoder(codec, pairs)
@@ -275,7 +275,7 @@ def _described(tensor: Tensor) -> str:
     return f"{tensor.dtype} on {tensor.device} with shape {tuple(tensor.shape)} and strides {tensor.stride()}"
 
 
-def _kernels(name: str) -> ModuleType:
+def _kernels(name: str = "triton_codecs") -> ModuleType:
     try:
         return importlib.import_module(f"{__package__}.{name}")
     except ImportError as error:

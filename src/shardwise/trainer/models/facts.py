@@ -95,7 +95,9 @@ def _facts_of_folder(settings: Settings) -> ModelFacts:
         problem = "its config.json has no model_type"
     elif (about := config.get(QUANTISED)) is not None and not is_nf4(about):
         method = about.get("quant_method") if isinstance(about, dict) else about
-        problem = f"its weights are quantised in another way ({method}) than nf4 of bitsandbytes with double quantisation"
+        problem = (
+            f"its weights are quantised in another way ({method}) than nf4 of bitsandbytes with double quantisation"
+        )
         problem += ": use the unquantised ones"
     if problem:
         raise ConfigurationError(f"model {settings.model!r}: {problem}")

@@ -47,7 +47,7 @@ def packed(stored: Mapping[str, Tensor]) -> tuple[Makers, dict[str, tuple[int, .
     first = [name.removesuffix(STATE) for name in stored if name.endswith(STATE)]
     shapes = {name: _shape(stored, name) for name in first}
     hidden = {name + part for name in shapes for part in PARTS}
-    makers = {name: partial(stored.__getitem__, name) for name in stored if name not in hidden}
+    makers: Makers = {name: partial(stored.__getitem__, name) for name in stored if name not in hidden}
     return makers | {name: partial(_row, stored, name, shape) for name, shape in shapes.items()}, shapes
 
 
@@ -78,7 +78,9 @@ def _shape(stored: Mapping[str, Tensor], name: str) -> tuple[int, ...]:
     sizes = {"": row.payload.nbytes, ".absmax": row.absmax.nbytes, ".nested_absmax": row.scales.nbytes}
     if blocks != (NF4_BLOCK, NF4_SCALED) or any(stored[name + part].nbytes != num for part, num in sizes.items()):
         wanted = f"{NF4_BLOCK} and {NF4_SCALED}"
-        raise ConfigurationError(f"{name!r} has blocks of {blocks[0]} and {blocks[1]}, not of {wanted}: quantise it again")
+        raise ConfigurationError(
+            f"{name!r} has blocks of {blocks[0]} and {blocks[1]}, not of {wanted}: quantise it again"
+        )
     return shape
 
 
@@ -93,8 +95,8 @@ def _row(stored: Mapping[str, Tensor], name: str, shape: tuple[int, ...]) -> Ten
 
 
 def quantized(source: Source) -> list[Source]:
-    """Return the tensors that a folder has for a matrix of a block in nf4. It is encoded when the first of them is written, and
-    the bytes are held until the last is. Other tensors stay as they are."""
+    """Return the tensors that a folder has for a matrix of a block in nf4. It is encoded when the first of them is
+    written, and the bytes are held until the last is. Other tensors stay as they are."""
     if not is_quantizable(source.name, len(source.shape)):
         return [source]
     num_elems, dtype = prod(source.shape), str(source.dtype).removeprefix("torch.")

@@ -187,7 +187,9 @@ def content_of(
             sources = [source for source in sources if is_adapter(source.name)]  # the base model has its own folder
         names = names_of(built.model)
         if is_quantized and is_adapted and not is_merged and built.facts.has_weights:
-            raise ConfigurationError("--dtype nf4: adapters are not stored in 4 bits; add --merge to write a whole model")
+            raise ConfigurationError(
+                "--dtype nf4: adapters are not stored in 4 bits; add --merge to write a whole model"
+            )
         yield Content(built.model, built.facts, sources, names, is_adapted, is_merged, max_bytes, is_quantized, about)
 
 
@@ -248,7 +250,11 @@ def _stored_sources(
         if first in encoded:
             name, codec = encoded[first]
             rows = partial(_decoded, stored_source(name, reader, by_name[name], torch.uint8), tensor, codec)
-            sources.append(Source(first, chosen := _dtype_of(tensor, tensor.dtype, dtype), tuple(tensor.shape), partial(rows, chosen)))
+            sources.append(
+                Source(
+                    first, chosen := _dtype_of(tensor, tensor.dtype, dtype), tuple(tensor.shape), partial(rows, chosen)
+                )
+            )
         elif saved is None:
             missing.append(first)
         elif saved.shape != tuple(tensor.shape):
@@ -256,7 +262,9 @@ def _stored_sources(
         else:
             sources.append(stored_source(first, reader, saved, _dtype_of(tensor, saved.torch_dtype, dtype)))
     as_stored = {name for name, _ in encoded.values()}
-    unknown = [name for name, saved in tensors.items() if name not in as_stored and not {name, *saved.tied} & expected.keys()]
+    unknown = [
+        name for name, saved in tensors.items() if name not in as_stored and not {name, *saved.tied} & expected.keys()
+    ]
     unknown = [name for name in unknown if not COMPUTED.search(name)]
     lacks = [f"it lacks {len(missing)} tensors, first {missing[0]!r}"] if missing else []
     has = [f"it has {len(unknown)} that the model has not, first {unknown[0]!r}"] if unknown else []

@@ -135,7 +135,9 @@ def hugging_face_weights(model: Any, folder: Path) -> LazyWeights:
         for own, tensor in expected.items():
             if is_quantizable(own, tensor.ndim) != (names.get(own) in quantized):
                 how = "is stored as nf4 outside" if names.get(own) in quantized else "is not stored as nf4 in"
-                raise ConfigurationError(f"model {str(folder)!r}: {own!r} {how} the blocks: use the unquantised weights")
+                raise ConfigurationError(
+                    f"model {str(folder)!r}: {own!r} {how} the blocks: use the unquantised weights"
+                )
     _require_fit(model, stored, names, makers, unknown, folder, quantized)
     # An export undoes these rules, so that it has the names of the original folder.
     model._weight_conversions = [rule for rule in rules if rule.was_used()]
