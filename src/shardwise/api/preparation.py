@@ -25,10 +25,9 @@ from ..core.optim.probe import num_moments, refuse_unless_elementwise, refuse_un
 from ..core.precision import Precision
 from ..core.schedule.flat import Flat, flats_of
 from ..core.schedule.model import UnitSpec
-from ..core.schedule.step_schedule import Schedule, UnitPlan, make_schedule
+from ..core.schedule.step_schedule import Schedule, UnitPlan, make_schedule, require_frozen
 from ..core.schedule.units import Units, find_units
 from ..core.unit.user_parameter import place_of
-from ..core.wire.codec import AS_IS
 from ..planner.assess import Machine
 from ..planner.auto import AutoRequest, Batch, choose
 from ..planner.planning import Plan
@@ -109,10 +108,7 @@ def prepare(request: Request) -> Prepared:
         plans.append(UnitPlan(unit.name, layout, flats, unit.holds_units, unit.backward_reads))
         for flat in flats:
             _refuse_codecs_of(flat, unit.name, precision)
-    frozen_as = next((layout.frozen_as for layout in layouts if layout.frozen_as != AS_IS), None)
-    if frozen_as and not any(flat.stored_codec for plan in plans for flat in plan.flats):
-        fix = "freeze them (requires_grad_(False)) before sw.shard, or leave it out"
-        raise ConfigurationError(f"frozen_as={frozen_as!r}, and no matrix of a repeated block is frozen: {fix}")
+    require_frozen(plans)
     schedule = make_schedule(plans, range(len(plans)), request.memory_budget)
     for param, name in names.items():
         if param.grad is not None and bool(param.grad.any()):

@@ -20,6 +20,7 @@ from operator import attrgetter
 from ...base.errors import ConfigurationError
 from ...base.intervals import BLOCK_ELEMS
 from ..layout import Layout
+from ..wire.codec import AS_IS
 from .flat import Flat
 
 # Flats of one unit share a slot; each starts at a multiple of this.
@@ -121,6 +122,14 @@ class Schedule:
 
 def aligned(num_bytes: int) -> int:
     return -(-num_bytes // ALIGN_BYTES) * ALIGN_BYTES
+
+
+def require_frozen(units: Sequence[UnitPlan]) -> None:
+    """Refuse a format for frozen weights where none is used."""
+    frozen_as = {unit.layout.frozen_as for unit in units} - {AS_IS}
+    if frozen_as and not any(flat.stored_codec for unit in units for flat in unit.flats):
+        fix = "freeze them (requires_grad_(False), LoRA), or leave it out"
+        raise ConfigurationError(f"frozen_as={min(frozen_as)!r}, and no matrix of a repeated block is frozen: {fix}")
 
 
 def make_schedule(units: Sequence[UnitPlan], order: Sequence[int], budget_bytes: int | None) -> Schedule:
