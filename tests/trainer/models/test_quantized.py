@@ -18,7 +18,7 @@ from shardwise.trainer.models.facts import check
 from shardwise.trainer.models.restore import content_of
 from shardwise.trainer.settings import Lora, Settings
 from tests.harness import Pool
-from tests.support.running import losses, save_llama, settings_for, train
+from tests.support.running import losses, rows, save_llama, settings_for, train
 
 Change = Callable[[dict[str, Tensor]], None]
 QUERY = "model.layers.0.self_attn.q_proj.weight"
@@ -113,14 +113,16 @@ def test_settings_that_do_not_fit(folders: tuple[Path, Path], tmp_path: Path) ->
         pass
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_with_another_strategy(run_ranks: Pool, tmp_path: Path, folders: tuple[Path, Path]) -> None:
-    base = {"lora": Lora(), "quantize": "nf4", "max_steps": 4, "save_steps": 2, "tokenizer": "bytes"}
+    base = {"lora": Lora(), "quantize": "nf4", "max_steps": 4, "save_steps": 2, "tokenizer": "bytes", "shape": {}}
     for name, folder in zip(("plain", "nf4"), folders, strict=True):
         assert train(run_ranks, 2, settings_for(tmp_path / name, model=str(folder), strategy="zero3", **base)) == 0
     assert losses(tmp_path / "plain") == losses(tmp_path / "nf4")
     resumed = {**base, "resume_from_checkpoint": str(tmp_path / "nf4/checkpoints/step-000002"), "strategy": "auto"}
     assert train(run_ranks, 1, settings_for(tmp_path / "on", model=str(folders[1]), **resumed)) == 0
-    assert losses(tmp_path / "on")[-2:] == pytest.approx(losses(tmp_path / "nf4")[-2:], rel=1e-5)
+    last = [row["loss"] for row in rows(tmp_path / "on") if row.get("step", 0) > 2 and "loss" in row]
+    assert last == pytest.approx(losses(tmp_path / "nf4")[-2:], rel=1e-5)
     # Adapters of a checkpoint are merged into the decoded base.
     with content_of(tmp_path / "plain/checkpoints/step-000004", is_merged=True) as content:
         write_export(content, tmp_path / "merged")

@@ -26,7 +26,7 @@ from functools import cached_property
 from math import prod
 from typing import Literal, NamedTuple
 
-from ...base.dtypes import FP32, UINT8, DType
+from ...base.dtypes import BF16, FP16, FP32, UINT8, DType
 from ...base.intervals import BLOCK_ELEMS, nested_shards, place
 from ..layout import Layout, Place
 from ..precision import Precision
@@ -267,7 +267,8 @@ def is_encodable(param: Param) -> bool:
 
 def is_quantizable(param: Param) -> bool:
     """True for frozen matrices of repeated blocks, whose modules lie in a numbered list. Heads and tables are not."""
-    is_matrix = len(param.shape) == 2 and param.num_elems > 0 and not param.is_table and not param.trainable
+    is_matrix = len(param.shape) == 2 and param.num_elems > 0 and param.dtype in (FP32, BF16, FP16)
+    is_matrix = is_matrix and not param.is_table and not param.trainable
     return is_matrix and all(
         site.attribute == "weight" and any(word.isdecimal() for word in site.module.split(".")) for site in param.sites
     )
