@@ -268,7 +268,7 @@ class FlatState:
         """The same for weights that are stored encoded: `rows` is memory for all bytes, unless this rank has them."""
         flat = self.flat
         if rows is None:
-            return [], HopChain(self._decoders(self.master, self.whole))
+            return self._decoders(self.master, self.whole), HopChain([])
         before = self._copies(flat.route(is_stale=False).before, staged, rows[self.own_in_whole])
         steps = self.carrier.steps(rows, 0, flat.gather_hops, channels)
         return before, HopChain([*steps, *self._decoders(rows, self.whole)])
