@@ -12,9 +12,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import shardwise as sw
+from shardwise.base.dtypes import BF16, FP32, DType, dtype_of
 from shardwise.base.errors import CheckpointError, ConfigurationError, StateError
 from shardwise.core.engine.guards import engine_of
 from shardwise.core.layout import Layout, Strategy, layout_of, quantized
+from shardwise.core.schedule.flat import is_quantizable
+from shardwise.core.schedule.model import Param, Site
 from shardwise.core.schedule.state_bytes import StateBytes
 from shardwise.core.wire.codec import encoded_bytes, parse
 from shardwise.core.wire.ledger import Call
@@ -230,6 +233,24 @@ def test_what_stays_in_memory(run_ranks: Pool) -> None:
     assert num_bytes < 0.56 * num_weights  # matrices of 4,800 weights; 0.516 for large ones
 
 
+@pytest.mark.parametrize(
+    ("path", "shape", "dtype", "expected"),
+    [
+        ("model.layers.0.mlp.up_proj", (8, 8), BF16, True),
+        ("model.layers.0.mlp.up_proj.base_layer", (8, 8), FP32, True),
+        ("model.layers.0.mlp.up_proj.lora_A.default", (4, 8), FP32, False),
+        ("lm_head", (8, 8), BF16, False),
+        ("model.layers.0.input_layernorm", (8,), BF16, False),
+        ("model.layers.0.mlp.experts", (2, 8, 8), BF16, False),
+        ("model.layers.0.mlp.up_proj", (8, 8), dtype_of("float64"), False),
+    ],
+)
+def test_matrices_that_are_stored_in_few_bits(path: str, shape: tuple[int, ...], dtype: DType, expected: bool) -> None:
+    for attribute, is_trained in (("weight", False), ("A_log", False), ("weight", True)):
+        param = Param(f"{path}.{attribute}", shape, dtype, is_trained, (Site(path, attribute),))
+        assert is_quantizable(param) == (expected and attribute == "weight" and not is_trained)
+
+
 def test_layouts() -> None:
     assert layout_of("zero3+frozen_as=nf4") == Layout("world", "world", "world", "forward", frozen_as="nf4")
     assert layout_of("zeropp+frozen_as=fp8").name == "zeropp+frozen_as=e4m3"
@@ -269,3 +290,34 @@ def test_refusals(run_ranks: Pool) -> None:
     assert "no matrix of a repeated block is frozen" in nothing
     assert "is stored as nf4" in read
     assert "changed inside sw.whole" in write
+
+
+def test_70b_on_one_gpu() -> None:
+    made = sw.plan(
+        "llama-3-70b",
+        "1xH200-141GB",
+        strategy="ddp+frozen_as=nf4",
+        lora=16,
+        seq=2048,
+        checkpointing="full",
+        search=False,
+    )
+    assert made.recommended is not None
+    assert made.recommended.needed_bytes < 60e9
+    flats = [flat for unit in made.recommended.schedule.units for flat in unit.flats if flat.stored_codec]
+    num_weights = sum(param.num_elems for flat in flats for param in flat.params)
+    assert num_weights > 68e9
+    assert sum(flat.num_elems for flat in flats) < 0.517 * num_weights
+    with pytest.raises(ConfigurationError, match="no matrix of a repeated block is frozen"):
+        sw.plan("llama-3-8b", "8xH100-80GB", strategy="zero3+frozen_as=nf4")
+
+
+def test_bytes_on_the_wire() -> None:
+    made = sw.plan("llama-3-8b", "8xH100-80GB", strategy="zero3+frozen_as=nf4", lora=16, search=False)
+    assert made.recommended is not None
+    calls = [call for event in made.recommended.events for call in event.calls if call.dtype == "uint8"]
+    flats = [flat for unit in made.recommended.schedule.units for flat in unit.flats if flat.stored_codec]
+    num_weights = sum(param.num_elems for flat in flats for param in flat.params)
+    # Once for the forward and once for the backward, but for the units that are still in their slots.
+    gathered = sum(call.num_bytes for call in calls)
+    assert 1.9 * 0.516 * num_weights < gathered < 2 * 0.55 * num_weights

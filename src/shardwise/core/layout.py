@@ -311,7 +311,7 @@ def changed(layout: Layout, changes: Iterable[str]) -> Layout:
         problem = ""
         if what not in known:
             problem = f"{what!r} {'is not sent' if is_codec else 'cannot be moved'}; {did_you_mean(what, known)}"
-        elif field in new:
+        elif field in new and not (what == "frozen_as" and new[field] == value):
             problem = f"{what} is {'' if is_codec else 'moved to '}{new[field]!r} already"
         elif not is_codec:
             value, _, part = value.partition(":")

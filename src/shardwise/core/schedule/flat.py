@@ -266,12 +266,18 @@ def is_encodable(param: Param) -> bool:
 
 
 def is_quantizable(param: Param) -> bool:
-    """True for frozen matrices of repeated blocks, whose modules lie in a numbered list. Heads and tables are not."""
+    """True for frozen matrices of repeated blocks, whose modules lie in a numbered list. Heads, tables and adapters of
+    low rank are not."""
     is_matrix = len(param.shape) == 2 and param.num_elems > 0 and param.dtype in (FP32, BF16, FP16)
-    is_matrix = is_matrix and not param.is_table and not param.trainable
-    return is_matrix and all(
-        site.attribute == "weight" and any(word.isdecimal() for word in site.module.split(".")) for site in param.sites
+    return (
+        is_matrix
+        and not (param.trainable or param.is_table)
+        and all(site.attribute == "weight" and _is_in_block(site.module.split(".")) for site in param.sites)
     )
+
+
+def _is_in_block(words: Sequence[str]) -> bool:
+    return any(word.isdecimal() for word in words) and not any(word.startswith("lora_") for word in words)
 
 
 def kept_params(params: Sequence[Param], part: float) -> set[str]:
