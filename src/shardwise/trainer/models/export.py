@@ -132,7 +132,11 @@ def write_export(content: Content, folder: Path, on_bytes: OnBytes = lambda num_
             place.mkdir(exist_ok=True)
             stored = stored_form(inner, base, names)
             if content.is_quantized:
-                stored = [part for source in stored for part in quantized(source)]
+                # Experts that are one tensor in the model are several matrices in a folder: these stay as they are.
+                names_kept = {*inner.state_dict()} if facts.kind == "hf" else {source.name for source in stored}
+                stored = [
+                    part for source in stored for part in (quantized(source) if source.name in names_kept else [source])
+                ]
             write_weights(place, stored, content.max_bytes, on_bytes)
             _write_config(inner, facts, place, stored)
             if content.is_quantized:

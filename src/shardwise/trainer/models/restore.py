@@ -190,6 +190,10 @@ def content_of(
             raise ConfigurationError(
                 "--dtype nf4: adapters are not stored in 4 bits; add --merge to write a whole model"
             )
+        if is_quantized and any(type(part).__name__ == "Conv1D" for part in built.model.modules()):
+            raise ConfigurationError(
+                "--dtype nf4: the Conv1D layers of GPT-2 are transposed there; choose another dtype"
+            )
         yield Content(built.model, built.facts, sources, names, is_adapted, is_merged, max_bytes, is_quantized, about)
 
 
