@@ -46,8 +46,8 @@ QUESTIONS = (
              "yes, with {best}: {value:.0f} GB of states on each, of 150 GB",
              "states('zero3')", "16 * P / 128 / 1e9 + 2 * 128256 * 16384 / 1e9", 0.01),
     Question("LoRA or QLoRA of 70B on 2 x 24 GB?", "llama-3-70b --lora 16 --gpus 2xRTX-4090 --seq 1024",
-             "not on the GPUs alone: {value:.0f} GB of weights on each, of 25 GB (4 bits would be 18 GB, and are not "
-             "planned); with {best}", "size('zero3', 'params')", "2 * P / 2 / 1e9", 0.01),
+             "not on the GPUs alone: {value:.0f} GB of weights on each, of 25 GB (18 GB in 4 bits: `--quantize "
+             "nf4`); with {best}", "size('zero3', 'params')", "2 * P / 2 / 1e9", 0.01),
     Question("LoRA of 70B on 8 x H100-80GB?", "llama-3-70b --lora 16 --gpus 8xH100-80GB --seq 2048",
              "yes, with {best}: {value:.1f} GB of weights on each",
              "size('zero3', 'params')", "2 * P / 8 / 1e9", 0.01),

@@ -7,7 +7,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from shardwise.core.wire import nf4
 from shardwise.core.wire.codec import Codec, encoded_bytes, parse, parts
+from shardwise.core.wire.reference_codecs import decoder
+from shardwise.core.wire.reference_codecs import encoded as encoded_row
 from tests.support.codecs import decode, decode_sum, encode
 
 pytestmark = pytest.mark.gpu
@@ -171,3 +174,14 @@ def test_nothing_waits_for_the_device() -> None:
             encode(codec, values, data, seed=1)
             decode(codec, data, out)
             decode_sum(codec, data, out)
+
+
+@pytest.mark.parametrize("num_elems", SIZES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_nf4_is_decoded_to_the_same_bits(num_elems: int, dtype: torch.dtype) -> None:
+    row = encoded_row(parse("nf4"), hard_values(num_elems, dtype))
+    expected = torch.empty(num_elems, dtype=dtype)
+    nf4.decode(row, expected)
+    found = torch.empty(num_elems, dtype=dtype, device="cuda")
+    decoder(parse("nf4"), row.cuda()[None], found)()
+    assert_same(found, expected)

@@ -22,6 +22,7 @@ from ..core.optim.clip import norms_by_param, require_norm_type
 from ..core.unit.state import FlatState, NotShown
 from ..core.unit.user_parameter import place_of
 from ..core.wire.collectives import broadcast_from_first, exchange
+from .preparation import checksum
 
 Views = Mapping[nn.Parameter, nn.Parameter]  # from the user's parameters to those that `sw.whole` shows
 
@@ -39,12 +40,13 @@ def whole(module: nn.Module, *, write: bool = False, grads: bool = False) -> Ite
     engine.rest()
     registered = {id(part._parameters) for part in module.modules()}
     shown = [
-        (state, _gather(engine, state, state.read_master(), state.flat.master))
+        (state, state.decoded(_gather(engine, state, state.read_master(), state.flat.master)))
         for unit in engine.units
         if unit.is_registered_in(registered)
         for state in unit.states
     ]
     places = {user: place for state, buffer in shown for user, place in _places(state, buffer)}
+    sums = {state: checksum(buffer) for state, buffer in shown if state.flat.stored_codec is not None}
     views = {user: nn.Parameter(place.data, user.requires_grad) for user, place in places.items()}
     gradients = _Gradients(engine, [state for state, _ in shown if state.flat.trainable], grads)
     for user, grad in gradients.shown.items():
@@ -68,12 +70,15 @@ def whole(module: nn.Module, *, write: bool = False, grads: bool = False) -> Ite
         elif current.data_ptr() != place.data_ptr():  # a parameter, or its data, was replaced
             place.copy_(current.detach())
     complaints.append(gradients.complaint(views, write))
-    if not write and not all(_is_same(state, buffer, state.read_master()) for state, buffer in shown):
+    if any(checksum(buffer) != sums[state] for state, buffer in shown if state in sums):
+        complaints.append("frozen weights that are stored encoded were changed inside sw.whole(...): load other ones")
+    exact = [(state, buffer) for state, buffer in shown if state not in sums]
+    if not write and not all(_is_same(state, buffer, state.read_master()) for state, buffer in exact):
         complaints.append("parameters were changed inside sw.whole(...), which was for reading: use write=True")
     if complaint := _first_of_all_ranks(engine, complaints):
         raise StateError(complaint)
     if write:
-        for state, buffer in shown:
+        for state, buffer in exact:
             _write_master(engine, state, buffer)
         engine.was_rewritten()
         gradients.write(views, found)
@@ -87,7 +92,7 @@ def _first_of_all_ranks(engine: Engine, complaints: Iterable[str]) -> str:
 
 def _places(state: FlatState, buffer: Tensor) -> Iterator[tuple[nn.Parameter, Tensor]]:
     """Yield each of the user's parameters and its view of `buffer`."""
-    for user, interval, spec in zip(state.user_params, state.flat.intervals, state.flat.params, strict=True):
+    for user, interval, spec in zip(state.user_params, state.flat.whole_intervals, state.flat.params, strict=True):
         yield user, buffer[interval.start : interval.stop].view(spec.shape)
 
 
@@ -132,6 +137,7 @@ def whole_parts(
             buffer = _gather(engine, state, state.read_master(), state.flat.master)
             if not is_taker:
                 continue
+            buffer = state.decoded(buffer)
             for (user, value), spec in zip(_places(state, buffer), state.flat.params, strict=True):
                 if user in names:
                     # A copy even on the host: a view would keep the whole buffer alive.
@@ -164,10 +170,15 @@ def load_full_state_dict(model: nn.Module, state_dict: Mapping[str, Tensor] | No
     shapes = {names[spec]: spec.shape for spec in params} | {key: buffer.shape for key, buffer in buffers.items()}
     missing = [name for name in shapes if name not in tensors]
     unknown = sorted(set(tensors) - set(entries))
+    encoded = {
+        names[spec]: as_bytes.shape
+        for state in engine.all_states
+        for spec, as_bytes in zip(state.flat.params, state.flat.stored_params, strict=True)
+    }
     complaints = [
         f"{name!r} is {tuple(tensors[name].shape)} in the state dict, {tuple(shape)} in the model"
         for name, shape in shapes.items()
-        if name in tensors and tensors[name].shape != shape
+        if name in tensors and tensors[name].shape not in (shape, encoded.get(name))
     ]
     if strict and unknown:
         complaints.insert(0, f"the state dict has {len(unknown)} tensors the model has not, first {unknown[0]!r}")
@@ -181,9 +192,9 @@ def load_full_state_dict(model: nn.Module, state_dict: Mapping[str, Tensor] | No
             state.write({index: tensors[name] for index, name in given})
             continue
         buffer = _gather(engine, state, state.read_master(), state.flat.master)
-        places = [place for _, place in _places(state, buffer)]
         for index, name in given:
-            places[index].copy_(tensors[name])
+            interval = state.flat.intervals[index]
+            buffer[interval.start : interval.stop].copy_(state.stored(tensors[name]).reshape(-1))
         _write_master(engine, state, buffer)
     for key, value in buffers.items():
         if key in tensors:

@@ -101,7 +101,7 @@ def _count(engine: Engine, model: nn.Module, optimizer: ShardedOptimizer | None)
     moments = [value for param, key, value in tensors if value.shape == param.shape and key != "step"]
     # Whole copies in the compute dtype that are never dropped. They count as params. They lie in the memory of their
     # units, of which only the gaps between the copies count as buffers.
-    undropped = [flat for flat in flats if flat.depth_of_params == 0 and not flat.master_is_whole]
+    undropped = [flat for flat in flats if flat.layout.gathered_until == "always" and not flat.master_is_whole]
     whole = sum(flat.num_elems * flat.compute.itemsize for flat in undropped)
     # Copies at rest, and masters that are the parameters themselves: in the compute dtype, or frozen.
     params = whole + count(each.rest for each in states if each.rest is not None and each.flat.rest_on == "device")

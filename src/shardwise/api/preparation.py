@@ -25,7 +25,7 @@ from ..core.optim.probe import num_moments, refuse_unless_elementwise, refuse_un
 from ..core.precision import Precision
 from ..core.schedule.flat import Flat, flats_of
 from ..core.schedule.model import UnitSpec
-from ..core.schedule.step_schedule import Schedule, UnitPlan, make_schedule
+from ..core.schedule.step_schedule import Schedule, UnitPlan, make_schedule, require_frozen
 from ..core.schedule.units import Units, find_units
 from ..core.unit.user_parameter import place_of
 from ..planner.assess import Machine
@@ -109,6 +109,7 @@ def prepare(request: Request) -> Prepared:
         plans.append(UnitPlan(unit.name, layout, flats, unit.holds_units, unit.backward_reads))
         for flat in flats:
             _refuse_codecs_of(flat, unit.name, precision)
+    require_frozen(plans)
     schedule = make_schedule(plans, range(len(plans)), request.memory_budget)
     for param, name in names.items():
         if param.grad is not None and bool(param.grad.any()):

@@ -30,10 +30,11 @@ class DType:
 DTypeLike = Union[DType, str, "torch.dtype"]
 
 FP32, BF16, FP16, INT32 = DType("float32", 4), DType("bfloat16", 2), DType("float16", 2), DType("int32", 4)
+UINT8 = DType("uint8", 1)
 
 _ALL = (
     FP32, BF16, FP16, INT32, DType("float64", 8), DType("int64", 8), DType("int16", 2), DType("int8", 1),
-    DType("uint8", 1), DType("bool", 1),
+    UINT8, DType("bool", 1),
     *(DType(f"float8_{kind}", 1) for kind in ("e4m3fn", "e5m2", "e4m3fnuz", "e5m2fnuz", "e8m0fnu")),
 )  # fmt: skip
 _BY_NAME = {dtype.name: dtype for dtype in _ALL} | {"fp32": FP32, "bf16": BF16, "fp16": FP16}

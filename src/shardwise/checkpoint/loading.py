@@ -24,6 +24,7 @@ from ..core.engine.runtime import Engine
 from ..core.mesh import patient_hosts
 from ..core.schedule.model import Param
 from ..core.unit.state import FlatState
+from ..core.wire.codec import codec_in
 from . import optimizer_state
 from .index import NAMES, Index, Saved, Stored, cut
 from .opened import Opened, open_checkpoint
@@ -100,7 +101,7 @@ def _prepare(
         wanted = []
         for state in (state for unit in engine.units for state in unit.states):
             for piece in pieces(state.flat.intervals, state.flat.spans[state.flat.depth_of_master]):
-                name = _saved_name(state.flat.params[piece.param], index)
+                name = _saved_name(state.flat.stored_params[piece.param], index)
                 home = homes.get(state.resting_params[piece.param])
                 wanted.append(_Wanted(state, piece.param, piece.in_param, name, index.tensors[name], home))
         if optimizers:
@@ -153,6 +154,11 @@ def require_same_model(engine: Engine, buffers: Mapping[str, Tensor], index: Ind
     expected = {_saved_name(spec, index): (tuple(spec.shape), dtype) for spec, dtype in params}
     expected |= {name: (tuple(value.shape), value.dtype) for name, value in buffers.items()}
     known = set(expected) | {site.name for spec, _ in params for site in spec.sites}
+    here, there = ({codec for name in names if (codec := codec_in(name))} for names in (expected, index.tensors))
+    if here != there:
+        mine, saved = (", ".join(sorted(codecs)) or "they are" for codecs in (here, there))
+        fix = "shard the model as it was (frozen_as=, --quantize), or load whole weights with sw.load_full_state_dict"
+        raise CheckpointError(f"its frozen weights are stored as {saved}, and the model's as {mine}: {fix}")
     differences = []
     for name, (shape, dtype) in expected.items():
         stored = index.tensors.get(name)
@@ -196,7 +202,8 @@ def holds(dtype: torch.dtype, stored: torch.dtype) -> bool:
 
 def _params(engine: Engine) -> list[tuple[Param, torch.dtype]]:
     """Return every parameter with the dtype of its master weights."""
-    return [(spec, state.master.dtype) for unit in engine.units for state in unit.states for spec in state.flat.params]
+    states = (state for unit in engine.units for state in unit.states)
+    return [(spec, state.master.dtype) for state in states for spec in state.flat.stored_params]
 
 
 def _saved_name(spec: Param, index: Index) -> str:

@@ -77,10 +77,10 @@ def share_of(engine: Engine, model: nn.Module, optimizers: Optimizers, extra: di
         flat = state.flat
         # Rank 0 lists every parameter, so that empty ones are included.
         if engine.mesh.rank == 0:
-            tensors |= {spec.name: _described(spec, flat) for spec in flat.params}
+            tensors |= {spec.name: _described(spec, flat) for spec in flat.stored_params}
         held = {piece.param: piece.in_param for piece in pieces(flat.intervals, flat.spans[flat.depth_of_master])}
         for part in pieces(flat.intervals, _span_to_write(flat)):
-            spec, resting = flat.params[part.param], state.resting_params[part.param]
+            spec, resting = flat.stored_params[part.param], state.resting_params[part.param]
             here, first = part.in_param.within(held[part.param]), state.held[part.param].start
             saved = tensors[spec.name] = _described(spec, flat)
             read = partial(state.master_part, slice(first + here.start, first + here.stop))

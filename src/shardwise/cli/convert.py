@@ -11,7 +11,7 @@ from ..base.text import size
 from .shared import documented, num_bytes_in, progress_bar, require_exists, require_known, say, write_file
 
 FORMATS = ("shardwise", "dcp", "hugging-face")
-DTYPES = ("auto", "keep", "fp32", "bf16", "fp16")
+DTYPES = ("auto", "keep", "fp32", "bf16", "fp16", "nf4")
 
 
 @documented

@@ -35,6 +35,7 @@ def plan(
     model: str | None = None,
     shape: str | None = None,
     lora: str | None = None,
+    quantize: str | None = None,
     gpus: str | None = None,
     nodes: int | None = None,
     hardware: str | None = None,
@@ -90,7 +91,7 @@ def plan(
     given = {"seq": seq, "micro_batch": micro_batch, "num_micro_batches": accumulation}
     asked: dict[str, Any] = {
         **{name: size for name, size in given.items() if size is not None},
-        "strategy": _strategy(strategy),
+        "strategy": _quantized(_strategy(strategy), quantize, lora, engine),
         "checkpointing": checkpointing,
         "global_batch": global_batch_size,
         "precision": precision,
@@ -210,6 +211,17 @@ def _strategy(text: str | None) -> Any:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
         raise ConfigurationError(f"--strategy: {text[:200]!r} is not JSON: {error}") from None
+
+
+def _quantized(strategy: Any, quantize: str | None, lora: str | None, engine: str) -> Any:
+    from ..core.layout import AUTO, quantized
+
+    if quantize is not None and (lora is None or engine != "shardwise"):
+        why = (
+            "all weights are trained: add --lora" if lora is None else f"not planned for engine {engine}: leave it out"
+        )
+        raise ConfigurationError(f"--quantize {quantize} is for frozen weights, and {why}")
+    return strategy if quantize is None else quantized(strategy or AUTO, quantize)
 
 
 def _num_tokens(text: str) -> float:

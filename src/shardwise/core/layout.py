@@ -18,7 +18,7 @@ from fnmatch import fnmatchcase
 from typing import Any, Literal, get_args
 
 from ..base.errors import ConfigurationError, did_you_mean
-from .wire.codec import AS_IS, parse
+from .wire.codec import AS_IS, FROZEN_KINDS, parse
 
 Split = Literal["whole", "node", "world"]
 Until = Literal["forward", "backward", "always"]
@@ -38,7 +38,9 @@ class Layout:
     `*_on` is the memory that holds the state between its uses. `kept` is the fraction of an offloaded optimizer that
     stays on the device: some parameters of each unit, with their gradients and optimizer state. `activations_on` is
     the memory for what a unit's forward saves for its backward. `*_as` is the codec for collectives. It applies to
-    matrices; the rest of a unit (norms, biases, embeddings) is sent unencoded.
+    matrices; the rest of a unit (norms, biases, embeddings) is sent unencoded. `frozen_as` is the codec in which frozen
+    matrices of blocks are stored, offloaded and sent; they are decoded when their unit is gathered, and dropped after
+    its forward also where everything else is always gathered.
     """
 
     params: Split = "whole"
@@ -52,6 +54,7 @@ class Layout:
     kept: float = 0.0
     params_as: str = AS_IS
     grads_as: str = AS_IS
+    frozen_as: str = AS_IS
 
     def __post_init__(self) -> None:
         known_values = dict.fromkeys(("params", "grads", "optimizer"), SPLITS)
@@ -60,7 +63,7 @@ class Layout:
             value = getattr(self, field)
             if value not in known:
                 raise ConfigurationError(f"layout: {field}={value!r}; {did_you_mean(str(value), known)}")
-        for what in ENCODABLE:
+        for what in (*ENCODABLE, "frozen"):
             # Different spellings of one codec become equal.
             object.__setattr__(self, f"{what}_as", str(parse(getattr(self, f"{what}_as"))))
         for fields_, reason in self._contradictions():
@@ -72,7 +75,8 @@ class Layout:
         for what in ("params", "grads"):
             if SPLITS.index(getattr(self, what)) > SPLITS.index(self.optimizer):
                 yield f"{what} optimizer", f"the step needs all {what} of its part; split the optimizer at least as far"
-        if (self.params == "whole") != (self.gathered_until == "always"):
+        drops_decoded = self.gathered_until == "forward" and self.frozen_as != AS_IS
+        if (self.params == "whole") != (self.gathered_until == "always") and not drops_decoded:
             yield "params gathered_until", "'whole' and 'always' go together"
         if self.params_on != "device" and self.gathered_until == "always":
             yield "params_on gathered_until", "parameters that are always gathered stay on the device; split them"
@@ -84,6 +88,14 @@ class Layout:
             yield "activations_on", "activations go to the host, never to disk"
         if not 0 <= self.kept < 1 or (self.kept and self.optimizer_on == "device"):
             yield "kept optimizer_on", "it is the part, 0 to 1, of an offloaded optimizer that stays on the device"
+        for what in ENCODABLE:
+            if parse(getattr(self, f"{what}_as")).kind == "nf4":
+                yield f"{what}_as", "16 values are too few for what is trained; nf4 is for frozen weights (frozen_as)"
+        frozen = parse(self.frozen_as)
+        if self.frozen_as != AS_IS and frozen.kind not in FROZEN_KINDS:
+            yield "frozen_as", f"frozen weights are stored as {', '.join(FROZEN_KINDS)}, or unchanged (as_is)"
+        if frozen.is_stochastic or frozen.has_feedback or frozen.is_forward_only:
+            yield "frozen_as", "frozen weights are rounded once, to nearest; write the format alone, as in int8"
         codec, is_encoded = parse(self.params_as), self.params_as != AS_IS
         if codec.kind == "int4":
             yield "params_as", "16 values are too few for weights; use int8 or fp8"
@@ -114,6 +126,11 @@ class Layout:
     @property
     def exact(self) -> "Layout":
         return replace(self, params_as=AS_IS, grads_as=AS_IS)
+
+    @property
+    def dropping(self) -> "Layout":
+        """The same layout for a unit with encoded frozen weights: nothing decoded is always there."""
+        return replace(self, gathered_until="forward") if self.gathered_until == "always" else self
 
     @property
     def places(self) -> set[Place]:
@@ -152,11 +169,13 @@ class Layout:
     def name(self) -> str:
         """The preset's name, followed by changed places and codecs; `layout_of` parses it."""
         names = {layout: name for name, layout in PRESETS.items()}
-        unmoved = replace(self.on_device, activations_on="device")
-        plain = next((layout for layout in (self, unmoved, self.exact, unmoved.exact) if layout in names), None)
+        own = replace(self, frozen_as=AS_IS)
+        unmoved = replace(own.on_device, activations_on="device")
+        plain = next((layout for layout in (own, unmoved, own.exact, unmoved.exact) if layout in names), None)
         if plain is None:
             return "custom"
-        changes = [*([] if plain.moves else self.moves), *([] if plain.codecs else self.codecs)]
+        frozen = [] if self.frozen_as == AS_IS else [f"frozen_as={self.frozen_as}"]
+        changes = [*([] if plain.moves else self.moves), *([] if plain.codecs else self.codecs), *frozen]
         return "+".join([names[plain], *changes])
 
     @property
@@ -247,6 +266,19 @@ ACTIVATION_OFFLOADS: tuple[str, ...] = ("ddp", "zero1", "zero2", "zero3", "hsdp"
 Strategy = str | Layout | Mapping[str, "str | Layout"]
 
 
+def quantized(strategy: Strategy, codec: str | None) -> Strategy:
+    """The strategy with frozen matrices stored in this format; None: as they are."""
+    if codec is None:
+        return strategy
+    if isinstance(strategy, Mapping):
+        return {pattern: _with_frozen(layout, codec) for pattern, layout in strategy.items()}
+    return _with_frozen(strategy, codec)
+
+
+def _with_frozen(layout: str | Layout, codec: str) -> str | Layout:
+    return f"{layout}+frozen_as={codec}" if isinstance(layout, str) else replace(layout, frozen_as=codec)
+
+
 def layout_of(strategy: str | Layout) -> Layout:
     """Return the layout for a preset's name or alias (hyphens and capitals allowed) with the changes after it."""
     if isinstance(strategy, Layout):
@@ -275,11 +307,11 @@ def changed(layout: Layout, changes: Iterable[str]) -> Layout:
         what, _, value = change.partition("=")
         is_codec = what.endswith("_as")
         field = what if is_codec else f"{what}_on"
-        known = [f"{name}_as" for name in ENCODABLE] if is_codec else MOVABLE
+        known = [f"{name}_as" for name in (*ENCODABLE, "frozen")] if is_codec else MOVABLE
         problem = ""
         if what not in known:
             problem = f"{what!r} {'is not sent' if is_codec else 'cannot be moved'}; {did_you_mean(what, known)}"
-        elif field in new:
+        elif field in new and not (what == "frozen_as" and new[field] == value):
             problem = f"{what} is {'' if is_codec else 'moved to '}{new[field]!r} already"
         elif not is_codec:
             value, _, part = value.partition(":")

@@ -15,7 +15,7 @@ from ..core.layout import ALWAYS_WHOLE, Layout
 from ..core.schedule.flat import Flat, flats_of
 from ..core.schedule.model import UnitSpec, matches
 from ..core.schedule.state_bytes import HOST_SHARE, Spares, spares_of
-from ..core.schedule.step_schedule import Schedule, UnitPlan, make_schedule
+from ..core.schedule.step_schedule import Schedule, UnitPlan, make_schedule, require_frozen
 from .cost import peak
 from .cost.compute import seconds_of, speed_of, with_copies
 from .cost.deepspeed import Zero, deepspeed_copies, deepspeed_events, deepspeed_memory_of
@@ -357,4 +357,5 @@ class Assessor:
                 axes = self.machine.cluster.axes
                 self._flats[key] = flats_of(unit, layout, training.formats, axes, self.keep_fp32)
             plans.append(UnitPlan(unit.name, layout, self._flats[key], unit.holds_units, unit.backward_reads))
+        require_frozen(plans)
         return make_schedule(plans, range(len(plans)), self.budget_bytes)

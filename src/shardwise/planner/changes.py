@@ -5,6 +5,7 @@ added to the command, show the same figures. Changes are tried in the order of w
 the training is the same, then larger batches, more GPUs, other numbers, and training less than was asked for.
 """
 
+import re
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -199,7 +200,8 @@ def _changes(question: Question, best: Assessment | None) -> Iterator[tuple[Kind
     is_here = best is not None and best.is_on_device
     base: dict[str, Any] = {} if is_open else {"checkpointing": AUTO}
     if question.strategy is not None and not str(question.strategy).startswith(AUTO):
-        yield "same", {**base, "strategy": AUTO}, SAME
+        frozen = re.search(r"\+frozen_as=[\w:]+", str(question.strategy))
+        yield "same", {**base, "strategy": AUTO + (frozen[0] if frozen else "")}, SAME
     if not is_open:
         yield "same", {**base}, SAME
     if question.has_shape and question.has_micro_batch and training.micro_batch > 1:

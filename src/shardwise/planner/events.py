@@ -134,13 +134,17 @@ def gather_event(unit: UnitPlan, todo: Iterable[FlatGather]) -> Event:
     for at, is_stale, is_encoded in todo:
         flat = unit.flats[at]
         for hop, num_ranks, num_elems in flat.moving(flat.master_hops if is_stale else flat.gather_hops):
-            if is_encoded:  # one encoded row for each rank's master, in all hops
+            if flat.stored_codec is not None:
+                calls.append(describe_call(hop.kind, hop.axis, num_ranks, num_elems, flat.moved))
+            elif is_encoded:  # one encoded row for each rank's master, in all hops
                 num_bytes = num_elems // flat.num_master * flat.row_bytes
                 calls.append(Call(hop.kind, hop.axis, str(flat.params_codec), num_bytes, num_ranks))
             else:
                 calls.append(describe_call(hop.kind, hop.axis, num_ranks, num_elems, flat.compute))
         _add_copies(moves, flat, is_stale)
-        if is_encoded:
+        if flat.stored_codec is not None:
+            decode_bytes += flat.num_elems + flat.whole_bytes
+        elif is_encoded:
             # This rank's row is encoded from its master in the compute dtype. If the copy at rest is encoded, too,
             # rows are copied from it or, after an update, to it.
             if flat.copy_is_encoded:
@@ -163,7 +167,7 @@ def _add_copies(moves: Counter[Way], flat: Flat, is_stale: bool) -> None:
             "to_host": place == "device" and to != "device",
             "write": to == "disk",
         }
-        moves.update({way: num_elems * flat.compute.itemsize for way, is_used in ways.items() if is_used})
+        moves.update({way: num_elems * flat.moved.itemsize for way, is_used in ways.items() if is_used})
 
 
 def _place_of(flat: Flat, buffer: Buffer) -> Place:

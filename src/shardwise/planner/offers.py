@@ -80,7 +80,8 @@ def smallest(
         whole nodes; with a global batch only numbers of GPUs among which it divides. `asked`: arguments of `sw.plan`.
     """
     if days is not None and (num_tokens is None or not 0 < days < 1e9):
-        raise ConfigurationError(f"--days {days:g}: give a number above 0 and below 1e9, and --tokens, the length of the training")
+        fix = "give a number above 0 and below 1e9, and --tokens, the length of the training"
+        raise ConfigurationError(f"--days {days:g}: {fix}")
     global_batch, node = asked.get("global_batch"), machine_of(cluster)
     if node.cluster.num_nodes > 1:
         raise ConfigurationError(f"GPUs: {node.cluster}: the number of nodes is searched; name one node")

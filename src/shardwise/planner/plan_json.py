@@ -251,6 +251,8 @@ def _values(entry: Assessment) -> Json:
         values[f"{name}_place"] = "" if place == "device" else f"; on the {place}{but}"
     encoded = [flat for unit in schedule.units for flat in unit.flats if flat.copy_is_encoded]
     each = sum(flat.rest_bytes for flat in encoded) / max(sum(flat.num_rest for flat in encoded), 1)
+    stored = [flat for unit in schedule.units for flat in unit.flats if flat.stored_codec]
+    num_stored = sum(param.num_elems for flat in stored for param in flat.params)
     lost = saved_error_bytes(schedule.trainable_flats)
     flats = schedule.trainable_flats
     sent = ["in the reduce dtype"] if any(flat.reduces_in_slot for flat in flats) else []
@@ -259,7 +261,10 @@ def _values(entry: Assessment) -> Json:
     return values | {
         "mixed": f"; {num_kinds} layouts are mixed, this is the most frequent" if num_kinds > 1 else "",
         "copies": f"{formats.compute.itemsize} B a parameter"
-        + (f", {each:.3g} B of one that is kept encoded" if encoded else ""),
+        + (f", {each:.3g} B of one that is kept encoded" if encoded else "")
+        + (
+            f", {sum(flat.num_elems for flat in stored) / num_stored:.3g} B of a frozen one in blocks" if stored else ""
+        ),
         "losses": f"; {lost / 1e9:,.2g} GB of what encoding lost, which stay for the next" if lost else "",
         "training": training,
         "formats": formats,

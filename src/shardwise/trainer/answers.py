@@ -45,6 +45,7 @@ class Request:
     tokenizer: str | None = None
     offload: Sequence[str] = ()
     precision: str | None = None
+    quantize: str | None = None
 
     @classmethod
     def from_json(cls, text: str) -> "Request":
@@ -87,13 +88,14 @@ def prepare(request: Request) -> Prepared:
         raise ConfigurationError(f"offload {wrong!r}: generating has nothing but parameters: write params=host")
     # A layout moves parameters only with the optimizer, of which there is none.
     moves = [*request.offload, *(["optimizer=host"] if offload.moves else [])]
-    check_strategy(request.strategy, moves)
+    check_strategy(request.strategy, moves, quantize=request.quantize)
     if offload.folder is not None and not offload.folder.is_dir():
         raise ConfigurationError(f"offload: {offload.folder} is not a folder: make it, or name one that is there")
     if request.precision is not None:
         precision_of(request.precision, None)
     strategy = offload_of(moves).applied_to(request.strategy)
     words = {"precision": request.precision, "strategy": strategy, "disk_path": offload.folder}
+    words["quantize"] = request.quantize
     given = [("the prompt", {"prompt": request.prompt})]
     if request.prompts is not None:
         given = list(_rows_in(Path(request.prompts)))
@@ -104,6 +106,10 @@ def prepare(request: Request) -> Prepared:
         if not Path(request.out).parent.is_dir():
             raise ConfigurationError(f"{request.out}: its folder is not there: make it, or name another one")
     model = find_model_in(Path(request.path), request.tokenizer)
+    if request.quantize and model.quantized not in (None, request.quantize):
+        raise ConfigurationError(
+            f"--quantize {request.quantize}: the weights of {request.path} are stored as {model.quantized}: leave it out"
+        )
     is_chat = model.tokenizer.template is not None if request.chat is None else request.chat
     is_chat = is_chat and bool(request.prompt or request.prompts)  # without a prompt, a document begins
     rows, most = [], model.facts.max_seq  # with the answer

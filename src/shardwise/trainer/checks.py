@@ -118,7 +118,7 @@ def require_targets(samples: Samples, objective: str | None, say: Callable[[str]
 
 def check_all(settings: Settings, num_ranks: int) -> Checked:
     """Check the settings of a run against its files and its number of ranks."""
-    check_strategy(settings.strategy, settings.offload, settings.wire)
+    check_strategy(settings.strategy, settings.offload, settings.wire, settings.quantize)
     check_evaluations(settings)
     folder = offload_of(settings.offload).folder
     if folder is not None and not folder.is_dir():
@@ -147,6 +147,12 @@ def check_all(settings: Settings, num_ranks: int) -> Checked:
         )
     batching = batching_of(settings, num_ranks)
     facts = check(settings)
+    if facts.quantized and facts.quantized != settings.quantize:
+        asked = f"quantize is {settings.quantize}" if settings.quantize else "quantize is not given"
+        fix = f"add --quantize {facts.quantized} (with --lora), or use the unquantised ones"
+        raise ConfigurationError(
+            f"model {settings.model}: its weights are stored as {facts.quantized}, and {asked}: {fix}"
+        )
     if facts.folder is not None and not settings.train_file and not settings.dataset:
         raise ConfigurationError(
             f"model {settings.model}: no data is named: give --train-file or --dataset (in-tree shapes have a default)"

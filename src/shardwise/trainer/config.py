@@ -364,7 +364,7 @@ def _typed(values: dict[str, Any], origins: Mapping[str, list[str]], goes_on: bo
         settings = _adapter().validate_python(values)
         if goes_on:
             settings = without_unused_folder(settings)
-        check_strategy(settings.strategy, settings.offload, settings.wire)
+        check_strategy(settings.strategy, settings.offload, settings.wire, settings.quantize)
     except pydantic.ValidationError as error:
         first = error.errors(include_url=False)[0]
         refused = first.get("ctx", {}).get("error")

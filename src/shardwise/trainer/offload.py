@@ -38,7 +38,7 @@ class Offload:
         return "+".join([strategy, *self.moves])
 
 
-def offload_of(words: Sequence[str], wire: Sequence[str] = ()) -> Offload:
+def offload_of(words: Sequence[str], wire: Sequence[str] = (), quantize: str | None = None) -> Offload:
     found = [_read(word) for word in words]
     folders = list(dict.fromkeys(folder for _, folder in found if folder))
     if len(folders) > 1:
@@ -51,6 +51,7 @@ def offload_of(words: Sequence[str], wire: Sequence[str] = ()) -> Offload:
         if what not in ENCODABLE:
             raise ConfigurationError(f"wire {word!r}: {what!r} cannot be encoded; {did_you_mean(what, ENCODABLE)}")
         moves.append(f"{what}_as={codec}")
+    moves += [] if quantize is None else [f"frozen_as={quantize}"]
     return Offload(tuple(moves), Path(folders[0]).expanduser() if folders else None)
 
 
@@ -76,17 +77,19 @@ def _read(word: str) -> tuple[str, str]:
 
 
 def strategy_of(settings: Settings) -> Named:
-    """Return the requested strategy with `--offload` and `--wire` appended."""
-    return offload_of(settings.offload, settings.wire).applied_to(settings.strategy)
+    """Return the requested strategy with `--offload`, `--wire` and `--quantize` appended."""
+    return offload_of(settings.offload, settings.wire, settings.quantize).applied_to(settings.strategy)
 
 
 def is_auto(strategy: Named) -> bool:
     return isinstance(strategy, str) and strategy.lower().partition("+")[0] == AUTO
 
 
-def check_strategy(strategy: Named, words: Sequence[str], wire: Sequence[str] = ()) -> None:
+def check_strategy(
+    strategy: Named, words: Sequence[str], wire: Sequence[str] = (), quantize: str | None = None
+) -> None:
     """Refuse strategies that are wrong for every model and every number of ranks."""
-    offload = offload_of(words, wire)
+    offload = offload_of(words, wire, quantize)
     for name in strategy.values() if isinstance(strategy, dict) else ():
         layout_of(name)
     asked = offload.applied_to(strategy)

@@ -290,7 +290,7 @@ def _sharded(
     built: Built, settings: Settings, checked: Checked, free_bytes: int, num_steps: int, context: FailureContext
 ) -> tuple[nn.Module, Any, RunPlan]:
     model, world = built.model, mesh.everyone()
-    offload = offload_of(settings.offload, settings.wire)
+    offload = offload_of(settings.offload, settings.wire, settings.quantize)
     strategy = offload.applied_to(settings.strategy)
     is_automatic = is_auto(strategy)
     optimizer = optimizer_for(model, settings)

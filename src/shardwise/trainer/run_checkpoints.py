@@ -53,7 +53,7 @@ def saves_of(engine: Engine, num_moments: float, in_background: bool, free_host_
         round(param.num_elems * flat.master.itemsize * (1 + num_moments * flat.trainable))
         for unit in engine.schedule.units
         for flat in unit.flats
-        for param in flat.params
+        for param in flat.stored_params
     )
     why_not = ""
     if in_background and any(unit.layout.uses_disk for unit in engine.schedule.units):

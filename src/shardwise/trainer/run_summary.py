@@ -81,6 +81,7 @@ def _strategy(run: Run, engine: Engine) -> str:
     requested = settings.strategy if isinstance(settings.strategy, str) else "a mapping"
     requested += f" with {','.join(settings.offload)}" if settings.offload else ""
     requested += f", on the wire {','.join(settings.wire)}" if settings.wire else ""
+    requested += f", frozen weights as {settings.quantize}" if settings.quantize else ""
     return requested if requested == layouts else f"{requested} -> {layouts}"
 
 

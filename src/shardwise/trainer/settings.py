@@ -85,6 +85,7 @@ class Settings:
     tokenizer: str | None = setting(MODEL, None, "Folder or id of a tokenizer, or 'bytes'. Default: the model's own, otherwise bytes.")
     lora: Lora | None = setting(MODEL, None, "Train low-rank adapters only: 16 (short for r=16,alpha=32: alpha is twice r), or r=16,alpha=32 and, if needed, dropout=0.05, targets=q_proj+v_proj or targets=all-linear (all linear layers except the head), rslora, dora, and modules_to_save=embed_tokens+lm_head (trained as a whole).")
     lora_from: str | None = setting(MODEL, None, "Start from the adapter in this folder, which gives all values of lora; only its dropout may be changed.")
+    quantize: Literal["nf4", "int8", "int4", "fp8"] | None = setting(MODEL, None, "Store the frozen matrices of blocks in few bits, with lora: nf4 (as bitsandbytes does, 0.52 bytes each), int8, int4 or fp8.")
     gradient_checkpointing: Literal["none", "selective", "full"] = setting(MODEL, "none", "Recompute activations of blocks in the backward: none, selective or full. Without a value: full.")
     compile: Compile = setting(MODEL, "auto", "Compile each block with torch.compile: auto (on GPUs, if the run is long enough to save more time than that takes), on or off. Without a value: on. true and false are on and off.")
     loss_chunk: AnyLossChunk = setting(MODEL, "auto", "Logits that exist at a time in the loss: small (256 MB), large (1 GB, faster if the vocabulary is large), or auto (on GPUs large, if the plan says that it fits and is faster).")
@@ -213,6 +214,9 @@ class Settings:
             if value != defaults[name] and chosen not in readers:
                 needed = f"{name} {value} belongs to {other} {', '.join(readers)}"
                 raise ConfigurationError(f"{needed}, but that is {chosen}")
+        if self.quantize is not None and self.lora is None:
+            fix = "add lora, or leave quantize out"
+            raise ConfigurationError(f"quantize {self.quantize} is for frozen weights, and all are trained: {fix}")
         num_nodes(self.nnodes)
         num_bytes_of(self.speculation)
         parse_units(self.units)

@@ -409,7 +409,7 @@ class GatherMemory:
 
     def _bind(self, status: UnitStatus, memory: Tensor) -> None:
         flats = status.plan.flats
-        sizes = [0 if flat.master_is_whole else flat.num_elems * flat.compute.itemsize for flat in flats]
+        sizes = [0 if flat.master_is_whole else flat.whole_bytes for flat in flats]
         for state, part in zip(self._units[status.index].states, cut(memory, sizes), strict=True):
             state.bind(state.master if state.flat.master_is_whole else part.view(state.flat.compute.torch))
 

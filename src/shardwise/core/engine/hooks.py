@@ -76,7 +76,7 @@ class _UnitHooks:
         operation. It also wraps the outputs, so hooks on the parameters report the backward instead."""
         engine, index = self._engine, self._index
         gathered = [engine.statuses[unit] for unit in (index, *engine.schedule.before_forward[index])]
-        if engine.statuses[index].plan.layout.gathered_until != "always" or not all(
+        if engine.statuses[index].plan.gathered_until != "always" or not all(
             status.is_ready("forward") or all(flat.master_is_whole for flat in status.plan.flats) for status in gathered
         ):
             raise StateError(

@@ -289,11 +289,11 @@ class Engine:
 
     def _refuse_backward(self, call: ForwardCall) -> None:
         status = self.statuses[call.unit]
-        name, layout = status.plan.name, status.plan.layout
+        name, until = status.plan.name, status.plan.gathered_until
         if call.version != status.version:
             ran = f"a forward of unit {name!r} that ran before optimizer.step()"
             raise StateError(f"backward through {ran}: its weights have changed since; run the forward again")
-        if torch.is_grad_enabled() and layout.gathered_until != "always":
+        if torch.is_grad_enabled() and until != "always":
             gone = f"a second backward would read weights of unit {name!r} that are gone by then"
             raise StateError(f"create_graph=True: {gone}; use a layout whose parameters are whole")
         if not self._in_backward and self.scale.loss_scale is not None and not self.is_loss_scaled:

@@ -356,8 +356,8 @@ def staged_views(wanted: Sequence[OffloadedState], place: Tensor) -> Iterator[tu
     """Yield each state with its part of staging memory."""
     start = 0
     for state in wanted:
-        num_bytes = state.flat.num_rest * state.flat.compute.itemsize
-        yield state, place[start : start + num_bytes].view(state.flat.compute.torch)
+        num_bytes = state.flat.num_rest * state.flat.moved.itemsize
+        yield state, place[start : start + num_bytes].view(state.flat.moved.torch)
         start += round_up(num_bytes, ALIGNMENT)
 
 

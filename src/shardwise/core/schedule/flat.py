@@ -13,17 +13,20 @@ have no optimizer: their master is at depth P. The words are explained in `unit/
 Encoded parameters have a flat of their own: matrices are encoded, the rest of a unit is exact. While they are sent, the
 parts of the ranks are rows of bytes (`wire/collectives.py`), and so is a copy at rest made of several masters.
 
+Frozen matrices may be stored encoded (`frozen_as`). The elements of their flat are the encoded bytes: these are split,
+offloaded and gathered like any other weights, and then decoded, one parameter after the other.
+
 Parameters, gradients and optimizer also have a place each. If the optimizer is not on the device, the host updates: it
 reads the gradient in host memory, and writes the new weights there in the compute dtype.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
 from typing import Literal, NamedTuple
 
-from ...base.dtypes import FP32, DType
+from ...base.dtypes import BF16, FP16, FP32, UINT8, DType
 from ...base.intervals import BLOCK_ELEMS, nested_shards, place
 from ..layout import Layout, Place
 from ..precision import Precision
@@ -81,6 +84,9 @@ class Flat:
         self.num_ranks = prod(sizes)  # all: the axes of a chain make up the world
         self.depth_of_params, self.depth_of_grads = layout.depth(layout.params), layout.depth(layout.grads)
         self.depth_of_master = depth = layout.depth(layout.optimizer) if self.trainable else self.depth_of_params
+        # The codec in which weights are stored, and the dtype in which they are moved: bytes, if there is a codec.
+        self.stored_codec = parse(layout.frozen_as) if self.master == UINT8 else None
+        self.moved = self.compute if self.stored_codec is None else UINT8
         # The codecs of gathers and reductions; None if nothing is encoded or nothing is sent.
         self.params_codec = self._codec(layout.params_as, prod(sizes[:depth]) > 1)
         self.grads_codec = self._codec(layout.grads_as, self.trainable and self.num_ranks > 1)
@@ -109,7 +115,14 @@ class Flat:
         block = max([BLOCK_ELEMS, *(codec.block for codec in codecs if codec is not None)])
         # In an encoded all-reduce each rank of the axis sums a part, so the flat must be divisible by all axes.
         num_shards = prod(self.axis_sizes[:depth]) if self.grads_codec is None else self.num_ranks
-        self.intervals, self.num_elems = place([param.num_elems for param in self.params], num_shards, block)
+        # The parameters as the master and checkpoints have them.
+        self.stored_params = tuple(map(self._as_stored, self.params))
+        sizes = [param.num_elems for param in self.stored_params]
+        self.intervals, self.num_elems = place(sizes, num_shards, block)
+        # The same for weights as the model reads them.
+        self.whole_intervals, self.num_whole = self.intervals, self.num_elems
+        if self.stored_codec is not None:
+            self.whole_intervals, self.num_whole = place([param.num_elems for param in self.params], 1)
         self.spans = nested_shards(self.num_elems, self.axis_sizes[:depth], self.axis_indices[:depth])
         # Elements on this rank.
         self.num_master = self.spans[depth].num_elems
@@ -126,13 +139,15 @@ class Flat:
         # Gradients are reduced in a slot: their own memory holds only a part of them, or is not on the device.
         self.reduces_in_slot = self.trainable and (self.depth_of_grads > 0 or self.grads_on_host)
         # The master is the compute copy: same dtype, same place, nothing to gather.
-        is_compute = self.master == self.compute
-        self.master_is_whole = self.depth_of_master == 0 and is_compute and self.master_on == "device"
+        is_compute = self.master == self.moved
+        is_whole = self.depth_of_master == 0 and is_compute and self.master_on == "device"
+        self.master_is_whole = is_whole and self.stored_codec is None
         # The place of the copy at rest, which is `params_on`, or None. There is one if the master is split further, is
         # in another place, lies on disk among the moments, or is off the device and not in the compute dtype.
         is_other = self.depth_of_params < self.depth_of_master or self.master_on != place
         needs_compute_copy = (place == "disk" and self.trainable) or (place != "device" and not is_compute)
-        self.rest_on: Place | None = place if self.depth_of_params and (is_other or needs_compute_copy) else None
+        has_rest = (is_other or needs_compute_copy) and layout.gathered_until != "always"
+        self.rest_on: Place | None = place if has_rest else None
         # The copy at rest has exactly the elements that this rank updates.
         self.rest_is_own = self.rest_on is not None and self.depth_of_params == self.depth_of_master
         # The copy at rest stays encoded, as it arrived.
@@ -152,11 +167,15 @@ class Flat:
 
     def _count_bytes(self) -> None:
         # Parameters on their way from disk to the device.
-        self.staged_bytes = self.num_rest * self.compute.itemsize if self.is_staged else 0
+        self.staged_bytes = self.num_rest * self.moved.itemsize if self.is_staged else 0
         # Sizes of one rank's encoded master, of all rows of a gather in flight, and of a copy at rest on the device.
         self.row_bytes = 0 if self.params_codec is None else encoded_bytes(self.params_codec, self.num_master)
         self.gathered_row_bytes = self.num_elems // self.num_master * self.row_bytes if self.row_bytes else 0
-        self.rest_bytes = self.num_rest * self.compute.itemsize
+        # Stored bytes are gathered where encoded rows are; if this rank has them all, they are decoded where they are.
+        if self.stored_codec is not None and (self.num_master < self.num_elems or self.master_on != "device"):
+            self.gathered_row_bytes = self.num_elems
+        self.whole_bytes = self.num_whole * self.compute.itemsize
+        self.rest_bytes = self.num_rest * self.moved.itemsize
         if self.copy_is_encoded:
             self.rest_bytes = self.num_rest // self.num_master * self.row_bytes
         # The whole gradient in a reduction slot.
@@ -170,7 +189,19 @@ class Flat:
             self.exchanged_bytes = max(2 * ranks * encoded_bytes(codec, elems // ranks) for ranks, elems in moving)
             self.num_lost = sum(elems for _, elems in moving) if codec.has_feedback else 0
 
+    def _as_stored(self, param: Param) -> Param:
+        """The same parameter, or its encoded bytes, under a name that says how they are encoded."""
+        codec = self.stored_codec
+        if codec is None:
+            return param
+        sites = tuple(replace(site, attribute=f"{site.attribute}.{codec}") for site in param.sites)
+        shape = (encoded_bytes(codec, param.num_elems),)
+        return replace(param, name=f"{param.name}.{codec}", shape=shape, dtype=UINT8, sites=sites)
+
     def is_encoded_for(self, pass_: Pass) -> bool:
+        """True if a gather needs memory for encoded bytes."""
+        if self.stored_codec is not None:
+            return self.gathered_row_bytes > 0
         return self.params_codec is not None and (pass_ == "forward" or not self.rounds_forwards)
 
     @cached_property
@@ -204,13 +235,22 @@ def flats_of(
 ) -> tuple[Flat, ...]:
     """Sort a unit's parameters into flats. `axes` maps an axis to its size and this rank's index."""
     groups: dict[tuple[DType, DType, DType, bool, Layout, int], list[Param]] = {}
+    is_quantized = {
+        param.name: layout.frozen_as != AS_IS
+        and is_quantizable(param)
+        and not matches(param.sites[0].module, keep_fp32)
+        for param in unit.params
+    }
+    if any(is_quantized.values()):
+        layout = layout.dropping
     on_device = kept_params(unit.params, layout.kept)
     for param in unit.params:
         kept = matches(param.sites[0].module, keep_fp32)
         compute = FP32 if kept else precision.compute
         master = (FP32 if kept else precision.master) if param.trainable else param.dtype
         own = layout.on_device if param.name in on_device else layout
-        own = own if is_encodable(param) and not kept else own.exact
+        own = own if is_encodable(param) and not kept and not is_quantized[param.name] else own.exact
+        master = UINT8 if is_quantized[param.name] else master
         # Original dtypes have flats of their own, too: whole weights are returned in them, each flat in one piece.
         groups.setdefault((compute, master, param.dtype, param.trainable, own, param.optimizer), []).append(param)
     flats = []
@@ -223,6 +263,22 @@ def flats_of(
 def is_encodable(param: Param) -> bool:
     """True for matrices, except embedding tables, whose errors reach everything. Norms and biases are small."""
     return len(param.shape) > 1 and not param.is_table
+
+
+def is_quantizable(param: Param) -> bool:
+    """True for frozen matrices of repeated blocks, whose modules lie in a numbered list. Heads, tables and adapters are
+    not."""
+    is_matrix = len(param.shape) == 2 and param.num_elems > 0 and param.dtype in (FP32, BF16, FP16)
+    return (
+        is_matrix
+        and not (param.trainable or param.is_table)
+        and all(site.attribute == "weight" and _is_in_block(site.module.split(".")) for site in param.sites)
+    )
+
+
+def _is_in_block(words: Sequence[str]) -> bool:
+    of_adapters = [word for word in words if word.startswith(("lora_", "modules_to_save"))]
+    return any(word.isdecimal() for word in words) and not of_adapters
 
 
 def kept_params(params: Sequence[Param], part: float) -> set[str]:

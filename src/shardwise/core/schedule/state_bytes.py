@@ -62,7 +62,7 @@ def device_state(flat: Flat, num_moments: float) -> tuple[int, int]:
     """Bytes of parameters and of the optimizer that stay on the device between steps. A master that is frozen or has
     the compute dtype counts as parameters."""
     params = flat.rest_bytes if flat.rest_on == "device" else 0
-    if flat.depth_of_params == 0 and not flat.master_is_whole:
+    if flat.layout.gathered_until == "always" and not flat.master_is_whole:
         params += flat.num_elems * flat.compute.itemsize
     master = flat.num_master * flat.master.itemsize if flat.master_on == "device" else 0
     moments = round(master * num_moments) if flat.trainable else 0

@@ -20,6 +20,7 @@ from operator import attrgetter
 from ...base.errors import ConfigurationError
 from ...base.intervals import BLOCK_ELEMS
 from ..layout import Layout
+from ..wire.codec import AS_IS
 from .flat import Flat
 
 # Flats of one unit share a slot; each starts at a multiple of this.
@@ -57,12 +58,14 @@ class UnitPlan:
     def __post_init__(self) -> None:
         flats = self.flats
         # The unit has gathered memory of its own, from its forward to the end of its backward.
-        self.gives_back = self.layout.gathered_until == "backward"
+        # Not that of the layout, if frozen weights are decoded for each use.
+        self.gathered_until = flats[0].layout.gathered_until
+        self.gives_back = self.gathered_until == "backward"
         self.trainable = any(flat.trainable for flat in flats)
         # Bytes of gradients as autograd makes them: in the compute dtype.
         self.trained_bytes = sum(flat.num_elems * flat.compute.itemsize for flat in flats if flat.trainable)
         split = [flat for flat in flats if not flat.master_is_whole]
-        self.gathered_bytes = sum(aligned(flat.num_elems * flat.compute.itemsize) for flat in split)
+        self.gathered_bytes = sum(aligned(flat.whole_bytes) for flat in split)
         self.gathered_row_bytes = sum(aligned(flat.gathered_row_bytes) for flat in flats)
         # Bytes in a reduction slot: for gradients that are split or offloaded, and for encoded rows.
         self.reduced_bytes = sum(aligned(flat.reduced_bytes) + aligned(flat.exchanged_bytes) for flat in flats)
@@ -121,9 +124,17 @@ def aligned(num_bytes: int) -> int:
     return -(-num_bytes // ALIGN_BYTES) * ALIGN_BYTES
 
 
+def require_frozen(units: Sequence[UnitPlan]) -> None:
+    """Refuse a format for frozen weights where none is used."""
+    frozen_as = {unit.layout.frozen_as for unit in units} - {AS_IS}
+    if frozen_as and not any(flat.stored_codec for unit in units for flat in unit.flats):
+        fix = "freeze them (requires_grad_(False), LoRA), or leave it out"
+        raise ConfigurationError(f"frozen_as={min(frozen_as)!r}, and no matrix of a repeated block is frozen: {fix}")
+
+
 def make_schedule(units: Sequence[UnitPlan], order: Sequence[int], budget_bytes: int | None) -> Schedule:
     """Make a schedule. `budget_bytes` limits the ring of gather slots; without it one unit is prefetched."""
-    ring = [unit for unit in order if units[unit].layout.gathered_until == "forward" and not units[unit].holds_units]
+    ring = [unit for unit in order if units[unit].gathered_until == "forward" and not units[unit].holds_units]
     num_slots = _ring_size([units[unit] for unit in ring], budget_bytes)
     slots, slot_bytes = _slots_in_turn([units[unit] for unit in ring], num_slots)
     slot_of: list[int | None] = [None] * len(units)

@@ -17,7 +17,7 @@ from ..offload.arena import temporary_zeros
 from ..offload.host_memory import MASTER, HostMemory, Moves, OffloadedState, Spare
 from ..schedule.flat import Buffer, Copy, Flat
 from ..wire.collectives import Collective, HopChain, Work
-from ..wire.reference_codecs import decoder
+from ..wire.reference_codecs import decoder, encoded
 from .carrier import Carrier, Channels
 from .gradient import Gradient
 
@@ -103,7 +103,7 @@ class FlatState:
         grads_on_host = None if self.offloaded is None else self.offloaded.grads
         self.gradient = Gradient(flat, device, self.carrier, self.held, grads_on_host)
         self.resting_params: list[nn.Parameter] = []
-        for index, param in enumerate(flat.params):
+        for index, param in enumerate(flat.stored_params):
             held = self.held.get(index, slice(0, 0))
             shape = param.shape if flat.depth_of_master == 0 else (held.stop - held.start,)
             is_on_disk = isinstance(self.master, OnDisk)
@@ -178,7 +178,30 @@ class FlatState:
 
     def part_of(self, index: int, value: Tensor) -> Tensor:
         """This rank's part, flattened, of a whole tensor that is shaped like a parameter."""
-        return value.detach().reshape(-1)[self.slice_of(index)]
+        return self.stored(value).reshape(-1)[self.slice_of(index)]
+
+    def stored(self, value: Tensor) -> Tensor:
+        """A whole tensor, shaped like a parameter, as the master has it: encoded, if that is, unless it is already."""
+        codec = self.flat.stored_codec
+        if codec is None or value.dtype == torch.uint8:
+            return value.detach()
+        return encoded(codec, value.detach().to(self.device))
+
+    def decoded(self, whole: Tensor) -> Tensor:
+        """All of the flat in its parameters' own dtype, from a whole flat of masters."""
+        if self.flat.stored_codec is None:
+            return whole
+        out = torch.zeros(self.flat.num_whole, dtype=self.flat.params[0].dtype.torch, device=whole.device)
+        for decode in self._decoders(whole, out):
+            decode()
+        return out
+
+    def _decoders(self, whole: Tensor, out: Tensor) -> list[Work]:
+        """Prepare to decode every parameter of a whole flat of stored bytes."""
+        codec = self.flat.stored_codec
+        assert codec is not None
+        pairs = zip(self.flat.intervals, self.flat.whole_intervals, strict=True)
+        return [decoder(codec, whole[one.start : one.stop][None], out[to.start : to.stop]) for one, to in pairs]
 
     def publish(self, moves: Moves | None = None, master: Tensor | None = None) -> None:
         """Renew the copies on the host or on disk after the master has changed. `moves` counts the bytes; `master` is
@@ -203,7 +226,7 @@ class FlatState:
         """Make the compute parameters views into `whole`."""
         self.whole = whole
         self._own_part = whole[self.own_in_whole]
-        for param, interval, spec in zip(self.compute_params, self.flat.intervals, self.flat.params, strict=True):
+        for param, interval, spec in zip(self.compute_params, self.flat.whole_intervals, self.flat.params, strict=True):
             # `.data` gives the view a version counter of its own: later gathers do not count as in-place changes.
             param.data = whole.data[interval.start : interval.stop].view(spec.shape)
 
@@ -216,6 +239,8 @@ class FlatState:
         bytes. They are encoded once for all hops. Every rank computes with decoded values, also for its own part.
         """
         flat, carrier, route = self.flat, self.carrier, self.flat.route(is_stale)
+        if flat.stored_codec is not None:
+            return self._gather_stored(staged, rows, channels)
         at_rest, codec = self.whole[self._rest_in_whole], None if rows is None else flat.params_codec
         if rows is not None:
             rows = rows.view(-1, flat.row_bytes)
@@ -236,6 +261,17 @@ class FlatState:
         else:
             steps += carrier.steps(self.whole, 0, flat.gather_hops, channels)
         return before, HopChain(steps)
+
+    def _gather_stored(
+        self, staged: Tensor | None, rows: Tensor | None, channels: Channels
+    ) -> tuple[list[Work], HopChain]:
+        """The same for weights that are stored encoded: `rows` is memory for all bytes, unless this rank has them."""
+        flat = self.flat
+        if rows is None:
+            return self._decoders(self.master, self.whole), HopChain([])
+        before = self._copies(flat.route(is_stale=False).before, staged, rows[self.own_in_whole])
+        steps = self.carrier.steps(rows, 0, flat.gather_hops, channels)
+        return before, HopChain([*steps, *self._decoders(rows, self.whole)])
 
     def _copies(self, copies: Sequence[Copy], staged: Tensor | None, at_rest: Tensor) -> list[Work]:
         """Prepare the copies of a route. Offloaded state may be in other memory after an update, so its tensors are
@@ -259,7 +295,7 @@ class FlatState:
     def _buffer(self, name: Buffer, staged: Tensor | None, at_rest: Tensor) -> Tensor:
         """The tensor that a route calls `name`."""
         if name == "own":
-            return self._own_part
+            return self._own_part if self.flat.stored_codec is None else at_rest
         if name == "updated":
             # This rank's newest weights, in the compute dtype if they come from the host.
             return self.master if self.offloaded is None or self.offloaded.updated is None else self.offloaded.updated

@@ -52,10 +52,12 @@ class Place:
     def is_whole(self) -> bool:
         """True if this rank holds all of the weight, on its device."""
         flat = self.state.flat
-        return flat.num_master == flat.num_elems and flat.master_on == "device"
+        return flat.num_master == flat.num_elems and flat.master_on == "device" and flat.stored_codec is None
 
     @property
     def location_text(self) -> str:
+        if self.state.flat.stored_codec is not None:
+            return f"is stored as {self.state.flat.stored_codec}"
         on = {"device": "split over the ranks", "disk": "offloaded to disk"}
         return f"is {on.get(self.state.flat.master_on, 'offloaded to host memory')}"
 
@@ -303,7 +305,7 @@ def _stand_in(param: Any, wants_grad: bool, what: str) -> Tensor:
         return place.state.master[interval.start : interval.stop].view(place.shape).detach()
     if wants_grad and param.requires_grad:
         refuse(place.name, f"{place.location_text}, and {what} outside the forward of its unit has no gradient")
-    if isinstance(place.state.master, OnDisk):
+    if isinstance(place.state.master, OnDisk) or place.state.flat.stored_codec is not None:
         refuse(place.name, place.location_text)
     if lender is not None:
         lender.await_host_of(place.state)

@@ -1,11 +1,12 @@
-"""Codecs for collectives in fewer bits: their names, and the size and layout of encoded buffers.
+"""Codecs for collectives and frozen weights in fewer bits: their names, and the size and layout of encoded buffers.
 
     kind[:block][:asymmetric][:stochastic][:feedback][:forward]     int8, int4:128, int8:512:asymmetric, e4m3:64:forward
 
 A buffer of encoded elements has up to three parts: the payload; one fp32 scale for each block of elements; and for an
 asymmetric codec one fp32 minimum for each block. Every part starts, and the buffer ends, at a multiple of 16 bytes.
 So parts of buffers that follow each other can be viewed in their dtype and read with the widest loads. The padding is
-zero. Kinds without scales have only a payload.
+zero. Kinds without scales have only a payload. `nf4` is for frozen weights (`nf4.py`): the payload; one byte for the
+absmax of each block; then one fp32 scale for 256 of these bytes, and one fp32 offset of them all.
 
 `reference_codecs.py` encodes and decodes; this file has what planning needs, without torch.
 """
@@ -19,14 +20,18 @@ from ...base.dtypes import DTypeLike, dtype_of
 from ...base.errors import ConfigurationError, did_you_mean
 from ...base.intervals import BLOCK_ELEMS, round_up
 
-Kind = Literal["as_is", "bf16", "fp16", "e4m3", "e5m2", "int8", "int4"]
+Kind = Literal["as_is", "bf16", "fp16", "e4m3", "e5m2", "int8", "int4", "nf4"]
 
 AS_IS: Kind = "as_is"
-KINDS: tuple[Kind, ...] = get_args(Kind)
+# Kinds in which collectives may be sent.
+KINDS: tuple[Kind, ...] = tuple(kind for kind in get_args(Kind) if kind != "nf4")
+# Kinds in which frozen weights may be stored.
+FROZEN_KINDS: tuple[Kind, ...] = ("nf4", "int8", "int4", "e4m3", "e5m2")
 ALIASES: dict[str, Kind] = {"fp8": "e4m3"}
 ALIGN_BYTES = 16
+NF4_BLOCK, NF4_SCALED = 64, 256  # elements of a block; blocks whose absmaxes share a scale
 
-_BITS: dict[Kind, int] = {"bf16": 16, "fp16": 16, "e4m3": 8, "e5m2": 8, "int8": 8, "int4": 4}
+_BITS: dict[Kind, int] = {"bf16": 16, "fp16": 16, "e4m3": 8, "e5m2": 8, "int8": 8, "int4": 4, "nf4": 4}
 # The largest code of a symmetric codec, then of an asymmetric one. Kinds that are not here have no scales.
 _LARGEST: dict[Kind, tuple[float, ...]] = {
     "int8": (127.0, 255.0),
@@ -55,7 +60,7 @@ class Codec:
 
     def __str__(self) -> str:
         are_set = (self.is_asymmetric, self.is_stochastic, self.has_feedback, self.is_forward_only)
-        block = [str(self.block)] if self.block != BLOCK_ELEMS else []
+        block = [str(self.block)] if self.block != BLOCK_ELEMS and self.kind != "nf4" else []
         return ":".join([self.kind, *block, *compress(_OPTIONS, are_set)])
 
     @property
@@ -74,7 +79,8 @@ class Codec:
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """The offsets of the parts of an encoded buffer, and their lengths without padding."""
+    """The offsets of the parts of an encoded buffer, and their lengths without padding. Of nf4, `scales_at` are the
+    absmaxes, and `minima_at` their scales and then their offset."""
 
     payload_bytes: int
     num_blocks: int
@@ -92,8 +98,10 @@ def parse(name: str) -> Codec:
     unknown = [option for option in options if option not in _OPTIONS]
     of_integers = [option for option in options if option in _OF_INTEGERS]
     problem = ""
-    if kind not in KINDS:
-        problem = f"unknown kind {word!r}; {did_you_mean(word, [*KINDS, *ALIASES])}"
+    if kind not in _BITS and kind != AS_IS:
+        problem = f"unknown kind {word!r}; {did_you_mean(word, [*KINDS, *ALIASES, 'nf4'])}"
+    elif kind == "nf4" and words:
+        problem = f"its blocks have {NF4_BLOCK} elements, and it has no options; leave out {words[0]!r}"
     elif unknown:
         problem = f"unknown option {unknown[0]!r}; {did_you_mean(unknown[0], _OPTIONS)}, or the elements of a block"
     elif len(blocks) > 1 or len({*options}) < len(options):
@@ -110,13 +118,19 @@ def parse(name: str) -> Codec:
         problem = f"nothing is lost that is sent as it is; leave out {options[0]!r}"
     if problem:
         raise ConfigurationError(f"codec {name!r}: {problem}")
-    return Codec(kind, blocks[0] if blocks else BLOCK_ELEMS, *(option in options for option in _OPTIONS))
+    usual = NF4_BLOCK if kind == "nf4" else BLOCK_ELEMS
+    return Codec(kind, blocks[0] if blocks else usual, *(option in options for option in _OPTIONS))
 
 
 @lru_cache(maxsize=4096)
 def parts(codec: Codec, num_elems: int) -> Parts:
     """The layout of an encoded buffer; not for `as_is`."""
     payload_bytes = -(-num_elems * _BITS[codec.kind] // 8)
+    if codec.kind == "nf4":
+        num_blocks, scales_at = -(-num_elems // NF4_BLOCK), round_up(payload_bytes, ALIGN_BYTES)
+        minima_at = scales_at + round_up(num_blocks, ALIGN_BYTES)
+        end = minima_at + round_up(4 * (1 + -(-num_blocks // NF4_SCALED)), ALIGN_BYTES)
+        return Parts(payload_bytes, num_blocks, scales_at, minima_at, end)
     if not codec.has_scales:
         return Parts(payload_bytes, 0, payload_bytes, payload_bytes, payload_bytes)
     num_blocks = -(-num_elems // codec.block)
@@ -133,6 +147,12 @@ def encoded_bytes(codec: Codec | str, num_elems: int, dtype: DTypeLike | None = 
         return parts(codec, num_elems).total_bytes
     assert dtype is not None
     return num_elems * dtype_of(dtype).itemsize
+
+
+def codec_in(name: str) -> str | None:
+    """The codec at the end of the name under which encoded weights are saved; None for other names."""
+    last = name.rpartition(".")[2]
+    return last if last.partition(":")[0] in FROZEN_KINDS else None
 
 
 def seed_words(seed: int) -> tuple[int, int]:

@@ -18,6 +18,7 @@ Elements are processed in pieces, so about 16 MiB of scratch memory are enough f
 """
 
 import ctypes
+import importlib
 import itertools
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -30,6 +31,7 @@ from torch import Tensor
 
 from ...base.errors import ConfigurationError
 from ..native.library import DTYPES, library, struct_fields
+from . import nf4
 from .codec import ALIGN_BYTES, Codec, encoded_bytes, parts, seed_words, signed_word
 
 # Elements per piece: few enough for the caches, and enough for torch's threads.
@@ -52,6 +54,8 @@ def encoder(codec: Codec, values: Tensor, rows: Tensor) -> Callable[[int], objec
     different ones.
     """
     num_elems = _part_elems(codec, rows, values, "values")
+    if codec.kind == "nf4":
+        return lambda _: nf4.encode(values, rows[0])
     if not codec.has_scales:
         target, source = rows.view(_plain_dtype(codec, values)), values.view(len(rows), num_elems)
         return lambda _: target.copy_(source)
@@ -71,6 +75,8 @@ def decoder(codec: Codec, rows: Tensor, out: Tensor, is_sum: bool = False) -> Ca
     to the dtype of `out` once. No other memory as large as `out` is needed.
     """
     num_elems = _part_elems(codec, rows, out, "out", is_sum)
+    if codec.kind == "nf4":
+        return _nf4_decoder(rows[0], out)
     if not codec.has_scales and not is_sum:
         return partial(out.view(len(rows), num_elems).copy_, rows.view(_plain_dtype(codec, out)))
     if not num_elems:
@@ -86,6 +92,23 @@ def decoder(codec: Codec, rows: Tensor, out: Tensor, is_sum: bool = False) -> Ca
             reference_decode_sum(codec, part, target)
 
     return run
+
+
+def encoded(codec: Codec, values: Tensor) -> Tensor:
+    """Return the bytes of all elements of a tensor, to nearest."""
+    flat = values.reshape(-1)
+    flat = flat if flat.dtype in _CARRIED else flat.float()
+    row = torch.zeros(1, encoded_bytes(codec, flat.numel()), dtype=torch.uint8, device=flat.device)
+    encoder(codec, flat, row)(0)
+    return row[0]
+
+
+def _nf4_decoder(row: Tensor, out: Tensor) -> Callable[[], object]:
+    if out.is_cuda:
+        return _kernels("triton_nf4").decoder(row, out)
+    if library() is None:
+        return partial(nf4.decode, row, out)
+    return nf4.compiled_decoder(row, out, DTYPES[out.dtype], _in_threads)
 
 
 def reference_encode(codec: Codec, values: Tensor, rows: Tensor, seed: int) -> None:
@@ -252,15 +275,14 @@ def _described(tensor: Tensor) -> str:
     return f"{tensor.dtype} on {tensor.device} with shape {tuple(tensor.shape)} and strides {tensor.stride()}"
 
 
-def _kernels() -> ModuleType:
+def _kernels(name: str = "triton_codecs") -> ModuleType:
     try:
-        from . import triton_codecs
+        return importlib.import_module(f"{__package__}.{name}")
     except ImportError as error:
         fix = f"install the triton that belongs to torch {torch.__version__}, or send everything as_is"
         raise ConfigurationError(
             f"codecs need triton on CUDA, and triton cannot be imported ({error}); {fix}"
         ) from error
-    return triton_codecs
 
 
 # The C code.

@@ -42,7 +42,7 @@ def encoder(codec: Codec, values: Tensor, rows: Tensor) -> Callable[[int], None]
     num_slots = (where.minima_at - where.scales_at) // 4
     scales = rows[:, where.scales_at : where.minima_at].view(torch.float32)
     num_blocks = _ENCODED_ELEMS // codec.block
-    launch = _prepared(
+    launch = prepared(
         _encode_tile,
         (triton.cdiv(num_slots, num_blocks), num_rows),
         values,
@@ -59,7 +59,7 @@ def encoder(codec: Codec, values: Tensor, rows: Tensor) -> Callable[[int], None]
         IS_ASYMMETRIC=codec.is_asymmetric,
         IS_STOCHASTIC=codec.is_stochastic,
         HAS_TAIL=num_elems % codec.block != 0,
-        IS_LONG=_is_long(num_elems),
+        IS_LONG=is_long(num_elems),
         BLOCK=codec.block,
         NUM_BLOCKS=num_blocks,
     )
@@ -78,7 +78,7 @@ def decoder(codec: Codec, rows: Tensor, out: Tensor, is_sum: bool) -> Callable[[
         minima = rows[:, where.minima_at :].view(torch.float32) if codec.is_asymmetric else scales
     else:
         payload = scales = minima = rows.view(_PLAIN.get(codec.kind, out.dtype))
-    return _prepared(
+    return prepared(
         _decode_tile,
         (triton.cdiv(num_elems, _DECODED_ELEMS), num_outs),
         payload,
@@ -93,13 +93,13 @@ def decoder(codec: Codec, rows: Tensor, out: Tensor, is_sum: bool) -> Callable[[
         KIND=codec.kind,
         HAS_SCALES=codec.has_scales,
         IS_ASYMMETRIC=codec.is_asymmetric,
-        IS_LONG=_is_long(num_elems),
+        IS_LONG=is_long(num_elems),
         BLOCK=codec.block,
         NUM_BLOCKS=_DECODED_ELEMS // codec.block,
     )
 
 
-def _prepared(
+def prepared(
     kernel: Any, grid: tuple[int, int], *arguments: Any, later: tuple[int, ...] = (), **constants: Any
 ) -> Callable[..., None]:
     """Compile a kernel for these arguments, and return a function that launches it. `later` stands for arguments that
@@ -118,7 +118,7 @@ def _prepared(
     return launch
 
 
-def _is_long(num_elems: int) -> bool:
+def is_long(num_elems: int) -> bool:
     """True if the index of an element, also in the last tile's padding, needs 64 bits."""
     return num_elems > 2**31 - _ENCODED_ELEMS
 

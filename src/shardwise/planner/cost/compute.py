@@ -99,7 +99,7 @@ def _with_update(each: UnitSeconds, unit: UnitPlan, speed: Speed, num_moments: f
         flat.num_master * (flat.reduce.itemsize + 2 * flat.master.itemsize * (1 + num_moments)) for flat in here
     )
     cast = [flat for flat in unit.flats if flat.master_on == "device" and not flat.master_is_whole]
-    cast_bytes = sum(flat.num_master * (flat.master.itemsize + flat.compute.itemsize) for flat in cast)
+    cast_bytes = sum(flat.num_master * (flat.master.itemsize + flat.moved.itemsize) for flat in cast)
     return replace(
         each,
         norm=NORM_PASSES * grad_bytes / speed.memory,

@@ -149,7 +149,7 @@ class _Walk(MemoryWalk):
                 self.held[PARAMS] += params
                 self.held[OPTIMIZER] += optimizer
             self.held[GRADS] += state_bytes.saved_error_bytes(unit.flats)
-            if slot is None and unit.layout.gathered_until == "forward":
+            if slot is None and unit.gathered_until == "forward":
                 self.held[GATHERED] += unit.gathered_bytes
             if slot is None and unit.gives_back:
                 self.frees_after_backward.add(unit.name)

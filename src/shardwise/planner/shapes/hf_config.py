@@ -30,6 +30,13 @@ SHAPE_KEY = "shardwise_shape"  # key of the in-tree shape, in a config that the 
 QUANTISED = "quantization_config"
 
 
+def is_nf4(about: object) -> bool:
+    """True for a `quantization_config` of bitsandbytes' 4-bit layers, in the form that can be used as it is."""
+    wanted = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
+    wanted |= {"bnb_4bit_use_double_quant": True}
+    return isinstance(about, dict) and all(about.get(key) == value for key, value in wanted.items())
+
+
 def _read_bool(config: Config, key: str, default: bool = False) -> bool:
     """Read a boolean. A text such as "false" is an error."""
     value = config.get(key, default)
@@ -109,10 +116,10 @@ def read_config(config: str | Path | Config) -> tuple[str, Config]:
         if path is None:
             raise ConfigurationError(f"model {name!r}: there is no such file, or no config.json in this folder")
         config = read_object(path, f"model {name!r}")
-    if config.get(QUANTISED):
+    if config.get(QUANTISED) and not is_nf4(config[QUANTISED]):
         raise ConfigurationError(
-            f"model {name!r}: its config.json has {QUANTISED}: weights are quantised, which cannot be trained; use the "
-            "unquantised ones, or take this key out of the file"
+            f"model {name!r}: its config.json has {QUANTISED}: weights are quantised in another way than nf4 of "
+            "bitsandbytes with double quantisation; use the unquantised ones, or take this key out of the file"
         )
     return name, config
 

@@ -34,6 +34,7 @@ from .build import Built
 from .facts import TOKENIZER_KEY, ModelFacts, tokenizer_files
 from .llama import LEAVES, llama_config
 from .lora import ADAPTER, adapter_file_name, base_name, is_adapter, merged, under_all_names
+from .quantized import QUANTIZATION, quantized
 from .weights import stored_form
 
 BASE = "base"  # the folder of randomly initialised weights, next to the adapters that were trained on them
@@ -50,6 +51,7 @@ class Content:
     is_adapted: bool
     is_merged: bool = False
     max_bytes: int = MAX_FILE_BYTES
+    is_quantized: bool = False  # writes matrices of blocks as nf4
     about: Mapping[str, Any] = field(default_factory=dict)  # for the note in the folder
 
     @property
@@ -129,8 +131,17 @@ def write_export(content: Content, folder: Path, on_bytes: OnBytes = lambda num_
             place = into / BASE if adapters else into
             place.mkdir(exist_ok=True)
             stored = stored_form(inner, base, names)
+            if content.is_quantized:
+                # Experts that are one tensor in the model are several matrices in a folder: these stay as they are.
+                names_kept = {*inner.state_dict()} if facts.kind == "hf" else {source.name for source in stored}
+                stored = [
+                    part for source in stored for part in (quantized(source) if source.name in names_kept else [source])
+                ]
             write_weights(place, stored, content.max_bytes, on_bytes)
             _write_config(inner, facts, place, stored)
+            if content.is_quantized:
+                about = {**read_object(place / "config.json"), "quantization_config": QUANTIZATION}
+                (place / "config.json").write_text(json.dumps(about, indent=2))
             _write_tokenizer(facts, place)
         if adapters:
             is_in_tree = facts.kind == "in-tree"

@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from ...base.documents import read_object
 from ...base.errors import ConfigurationError, did_you_mean, import_library
+from ...planner.shapes.hf_config import QUANTISED, is_nf4
 from ...planner.training import ALL_LINEAR
 from ..data.tokenizer import BYTES
 from ..settings import Lora, Settings
@@ -52,6 +53,11 @@ class ModelFacts:
     has_weights: bool = False  # in the folder; else they are random
     config: Mapping[str, Any] = field(default_factory=dict)  # the content of config_file
     chat_template: str | None = None  # a file, instead of the tokenizer's own template
+
+    @property
+    def quantized(self) -> str | None:
+        """The format of the weights in the folder, if they are quantised."""
+        return "nf4" if self.has_weights and QUANTISED in self.config else None
 
 
 def check(settings: Settings) -> ModelFacts:
@@ -94,8 +100,12 @@ def _facts_of_folder(settings: Settings) -> ModelFacts:
         problem = f"{key} is for in-tree shapes by name ({', '.join(PRESETS)}), but it has its own config.json"
     elif not isinstance(config.get("model_type"), str):
         problem = "its config.json has no model_type"
-    elif "quantization_config" in config:
-        problem = "its weights are quantised, which cannot be trained: use the unquantised ones"
+    elif (about := config.get(QUANTISED)) is not None and not is_nf4(about):
+        method = about.get("quant_method") if isinstance(about, dict) else about
+        problem = (
+            f"its weights are quantised in another way ({method}) than nf4 of bitsandbytes with double quantisation"
+        )
+        problem += ": use the unquantised ones"
     if problem:
         raise ConfigurationError(f"model {settings.model!r}: {problem}")
     has_weights = not (is_config or settings.random_weights)

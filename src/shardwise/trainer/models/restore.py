@@ -31,9 +31,12 @@ from ...checkpoint.index import Saved
 from ...checkpoint.opened import Reader, open_checkpoint
 from ...checkpoint.tensor_files import Source
 from ...checkpoint.writer import MAX_FILE_BYTES, NOTE, converted, stored_source
+from ...core.layout import Strategy, quantized
 from ...core.mesh import device
 from ...core.precision import precision_of
 from ...core.schedule.model import matches
+from ...core.wire.codec import codec_in, parse
+from ...core.wire.reference_codecs import decoder
 from ..data.tokenizer import Tokenizer, tokenizer_for
 from ..metrics import best_or_newest
 from ..run_folder import CONFIG, EXPORT
@@ -44,6 +47,7 @@ from .facts import ADAPTER_CONFIG, ModelFacts, check, find_model, tokenizer_in
 from .lora import is_adapter, with_stored
 from .weights import COMPUTED, LazyWeights, names_of
 
+STORED = "stored"  # as in the checkpoint, and bytes for weights that are stored in few bits
 _HOST = torch.device("cpu")
 
 
@@ -58,17 +62,32 @@ class Restorable:
     adapters: Any  # peft's configuration; None unless the folder is an adapter
 
     @property
+    def quantized(self) -> str | None:
+        """The format of few bits in which its weights are stored."""
+        return self.settings.quantize or self.facts.quantized
+
+    @property
     def stop_ids(self) -> frozenset[int]:
         """The tokens that end a text: that of the tokenizer, and those in generation_config.json."""
         file = self.facts.folder and self.facts.folder / "generation_config.json"
         given = read_object(file).get("eos_token_id") if file and file.is_file() else None
         return frozenset([self.tokenizer.end_id, *(given if isinstance(given, list) else [given])]) - {None}
 
-    def load(self, precision: str | None = None, *, is_trained: bool = False, **words: Any) -> nn.Module:
+    def load(
+        self,
+        precision: str | None = None,
+        *,
+        strategy: Strategy,
+        quantize: str | None = None,
+        is_trained: bool = False,
+        **words: Any,
+    ) -> nn.Module:
         """Build the model, shard it as `words` say (the keywords of `sw.shard`), and read its weights.
 
         Unless it `is_trained`, no weight needs a gradient, and there is one copy of each, in the compute dtype.
+        Weights that are stored in few bits stay so; `quantize` is for others.
         """
+        strategy = quantized(strategy, self.quantized or quantize)
         precision = precision or ("bf16" if device().type == "cuda" else "fp32")
         built = build(self.settings, self.tokenizer.vocab_size, device(), self.adapters, self.facts)
         with ExitStack() as stack:
@@ -78,11 +97,11 @@ class Restorable:
             elif find(self.place) is not None:
                 opened = open_checkpoint(self.place)
                 reader = stack.enter_context(opened.reader())
-                sources = _stored_sources(built, opened.index.tensors, reader, "keep", self.place)
+                sources = _stored_sources(built, opened.index.tensors, reader, STORED, self.place)
                 weights = LazyWeights({source.name: source.read for source in sources})
             if not is_trained:
                 _freeze(built.model, precision)
-            shard(built.model, None, precision=precision, seed=self.settings.seed, **words)
+            shard(built.model, None, strategy, precision=precision, seed=self.settings.seed, **words)
             load_full_state_dict(built.model, weights)
         return built.model
 
@@ -176,8 +195,10 @@ def content_of(
     """Open a checkpoint, model or adapter for an export, and check that it fits its model and is complete.
 
     `model` replaces the model of the run, if there is one. `dtype` is a dtype's name, `keep` (the checkpoint's dtype)
-    or `auto` (the dtype of the original model, as in the export at the end of a run).
+    `auto` (the dtype of the original model, as in the export at the end of a run), or `nf4`: `auto`, with the matrices
+    of blocks as bitsandbytes stores them.
     """
+    is_quantized, dtype = dtype == "nf4", "auto" if dtype == "nf4" else dtype
     place = best_or_newest(path)
     about: dict[str, Any] = {"from": str(place.resolve())}
     is_adapted = (place / ADAPTER_CONFIG).is_file()
@@ -186,11 +207,13 @@ def content_of(
             if not is_merged:
                 raise ConfigurationError(f"{place} is a PEFT adapter already: to write a whole model, add --merge")
             built = _build_from_folder(*_adapter_config(place, model))
+            _refuse_quantized(built)
             sources = _weight_sources(built.model, with_stored(built.model, built.weights, place), dtype)
         elif is_model(place):
             if model is not None:
                 raise ConfigurationError(f"{place} is a model of its own: leave --model out")
             built = _build_from_folder(str(place))
+            _refuse_quantized(built)
             sources = _weight_sources(built.model, built.weights, dtype)
         else:
             opened = open_checkpoint(place)
@@ -203,7 +226,21 @@ def content_of(
         if is_adapted and not is_merged and built.facts.has_weights:
             sources = [source for source in sources if is_adapter(source.name)]  # the base model has its own folder
         names = names_of(built.model)
-        yield Content(built.model, built.facts, sources, names, is_adapted, is_merged, max_bytes, about)
+        if is_quantized and is_adapted and not is_merged and built.facts.has_weights:
+            raise ConfigurationError(
+                "--dtype nf4: adapters are not stored in 4 bits; add --merge to write a whole model"
+            )
+        if is_quantized and any(type(part).__name__ == "Conv1D" for part in built.model.modules()):
+            raise ConfigurationError(
+                "--dtype nf4: the Conv1D layers of GPT-2 are transposed there; choose another dtype"
+            )
+        yield Content(built.model, built.facts, sources, names, is_adapted, is_merged, max_bytes, is_quantized, about)
+
+
+def _refuse_quantized(built: Built) -> None:
+    if built.facts.quantized:
+        fix = "use the unquantised model (--model FOLDER)"
+        raise ConfigurationError(f"model {built.facts.origin!r} is stored as {built.facts.quantized}: {fix}")
 
 
 def _model_of(place: Path, extra: Mapping[str, Any], model: str | None) -> tuple[Built, bool]:
@@ -248,18 +285,30 @@ def _stored_sources(
     built: Built, tensors: Mapping[str, Saved], reader: Reader, dtype: str, place: Path
 ) -> list[Source]:
     by_name = {name: saved for first, saved in tensors.items() for name in (first, *saved.tied)}
+    encoded = {name.removesuffix(f".{codec}"): (name, codec) for name in by_name if (codec := codec_in(name))}
     expected = built.model.state_dict(keep_vars=True)
     sources, missing = [], []
     for first, names in names_of(built.model).items():
         tensor = expected[first]
         saved = next((by_name[name] for name in names if name in by_name), None)
-        if saved is None:
+        if first in encoded:
+            name, codec = encoded[first]
+            source = dataclasses.replace(stored_source(name, reader, by_name[name], torch.uint8), name=first)
+            if dtype != STORED:
+                chosen = _dtype_of(tensor, tensor.dtype, dtype)
+                rows = partial(_decoded, source, tensor, codec, chosen)
+                source = Source(first, chosen, tuple(tensor.shape), rows)
+            sources.append(source)
+        elif saved is None:
             missing.append(first)
         elif saved.shape != tuple(tensor.shape):
             raise CheckpointError(f"{place}: {first!r} is {saved.shape} in it, {tuple(tensor.shape)} in the model")
         else:
             sources.append(stored_source(first, reader, saved, _dtype_of(tensor, saved.torch_dtype, dtype)))
-    unknown = [name for name, saved in tensors.items() if not {name, *saved.tied} & expected.keys()]
+    as_stored = {name for name, _ in encoded.values()}
+    unknown = [
+        name for name, saved in tensors.items() if name not in as_stored and not {name, *saved.tied} & expected.keys()
+    ]
     unknown = [name for name in unknown if not COMPUTED.search(name)]
     lacks = [f"it lacks {len(missing)} tensors, first {missing[0]!r}"] if missing else []
     has = [f"it has {len(unknown)} that the model has not, first {unknown[0]!r}"] if unknown else []
@@ -267,6 +316,12 @@ def _stored_sources(
         kind = type(built.model).__name__
         raise CheckpointError(f"{place} does not fit its model, a {kind}: {'; '.join(lacks + has)}")
     return sources
+
+
+def _decoded(source: Source, like: Tensor, codec: str, dtype: torch.dtype) -> list[Tensor]:
+    out = torch.empty(like.numel(), dtype=like.dtype)
+    decoder(parse(codec), source.read()[None], out)()
+    return [converted(source.name, out.view(like.shape), dtype)]
 
 
 def _weight_sources(model: nn.Module, weights: Mapping[str, Tensor] | None, dtype: str) -> list[Source]:
@@ -288,7 +343,7 @@ def _weight_sources(model: nn.Module, weights: Mapping[str, Tensor] | None, dtyp
 
 def _dtype_of(tensor: Tensor, stored: torch.dtype, choice: str) -> torch.dtype:
     """Return the dtype to write. Integers keep the stored one; so do buffers, unless `choice` is `auto`."""
-    if not stored.is_floating_point or choice == "keep":
+    if not stored.is_floating_point or choice in ("keep", STORED):
         return stored
     if choice == "auto":
         return tensor.dtype

@@ -13,6 +13,7 @@ from copy import deepcopy
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from ...checkpoint.tensor_files import Source
 from ..model import Transformer
 from .facts import weight_files
 from .llama import in_tree_name, llama_name
+from .quantized import is_quantizable, packed
 
 # Tables and masks that old versions saved with the weights, and that models compute now.
 COMPUTED = re.compile(r"(rotary_emb\.inv_freq|\.attn\.(masked_)?bias|\.attention\.(masked_)?bias)$")
@@ -80,10 +82,10 @@ def names_of(model: nn.Module) -> dict[str, tuple[str, ...]]:
 
 
 def in_tree_weights(model: nn.Module, folder: Path) -> LazyWeights:
-    stored = stored_tensors(weight_files(folder))
-    expected = model.state_dict()
+    makers, quantized = packed(stored_tensors(weight_files(folder)))
+    stored, expected = LazyWeights(makers), model.state_dict()
     names = {in_tree_name(name): name for name in stored if in_tree_name(name) in expected}
-    _require_fit(model, stored, names, names, sorted(set(stored) - set(names.values())), folder)
+    _require_fit(model, stored, names, names, sorted(set(stored) - set(names.values())), folder, quantized)
     return LazyWeights({own: partial(stored.__getitem__, name) for own, name in names.items()})
 
 
@@ -92,7 +94,8 @@ def hugging_face_weights(model: Any, folder: Path) -> LazyWeights:
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
-    stored = stored_tensors(weight_files(folder))
+    makers, quantized = packed(stored_tensors(weight_files(folder)))
+    stored = LazyWeights(makers)
     expected = model.state_dict()
     rules = get_model_conversion_mapping(model)
     renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
@@ -128,7 +131,14 @@ def hugging_face_weights(model: Any, folder: Path) -> LazyWeights:
         for target_pattern in rule.target_patterns:
             target = first.replace(rule.target_patterns[0], target_pattern)
             makers[target] = partial(converted, rule, first, target)
-    _require_fit(model, stored, names, makers, unknown, folder)
+    if quantized:
+        for own, tensor in expected.items():
+            if is_quantizable(own, tensor.ndim) != (names.get(own) in quantized):
+                how = "is stored as nf4 outside" if names.get(own) in quantized else "is not stored as nf4 in"
+                raise ConfigurationError(
+                    f"model {str(folder)!r}: {own!r} {how} the blocks: use the unquantised weights"
+                )
+    _require_fit(model, stored, names, makers, unknown, folder, quantized)
     # An export undoes these rules, so that it has the names of the original folder.
     model._weight_conversions = [rule for rule in rules if rule.was_used()]
     return LazyWeights(makers)
@@ -141,23 +151,25 @@ def _require_fit(
     made: Iterable[str],
     unknown: list[str],
     folder: Path,
+    quantized: Mapping[str, tuple[int, ...]] = MappingProxyType({}),
 ) -> None:
     """Raise ConfigurationError unless the files have every tensor of the model in its shape, and no other.
 
-    `names` are the stored names of tensors that are not converted; `made` are the names of all readable ones.
+    `names` are the stored names of tensors that are not converted; `made` are the names of all readable ones;
+    `quantized` are the shapes of those that are stored in fewer bits.
     """
     expected = model.state_dict(keep_vars=True)
     tensors = names_of(model)
     missing = [first for first, tied in tensors.items() if not {*tied} & {*made}]
     # Tensors of mapped files are views: their shapes are compared, and no values are read.
-    wrong = next((own for own, name in names.items() if stored[name].shape != expected[own].shape), None)
+    shapes = {own: quantized.get(name) or tuple(stored[name].shape) for own, name in names.items()}
+    wrong = next((own for own, shape in shapes.items() if shape != tuple(expected[own].shape)), None)
     if missing:
         why = f"its files lack {len(missing)} of the model's {len(tensors)} tensors, first {missing[0]!r}"
     elif unknown:
         why = f"{len(unknown)} tensors in its files are not in a {type(model).__name__}, first {unknown[0]!r}"
     elif wrong is not None:
-        shape = tuple(stored[names[wrong]].shape)
-        why = f"{names[wrong]!r} is {shape} in its files, {tuple(expected[wrong].shape)} by its config.json"
+        why = f"{names[wrong]!r} is {shapes[wrong]} in its files, {tuple(expected[wrong].shape)} by its config.json"
     else:
         return
     raise ConfigurationError(f"model {str(folder)!r}: {why}")
