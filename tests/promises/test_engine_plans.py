@@ -5,6 +5,7 @@ middle of a unit, where fewer activations and gradients are left than the plan a
 DeepSpeed's step is that of the update, and exact.
 """
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -19,6 +20,16 @@ from tests.support.deepspeed import DeepSpeed
 pytestmark = [pytest.mark.slow, pytest.mark.peers, pytest.mark.filterwarnings("ignore")]
 
 EXACT, CLOSE = 0.002, 0.03
+
+
+@pytest.fixture(scope="module")
+def on_deepspeed() -> Iterator[DeepSpeed]:
+    """Ranks of its own: DeepSpeed keeps tensors of engines that other tests have used."""
+    world = DeepSpeed()
+    yield world
+    world.close()
+
+
 # Stage 3 without room for the whole model: it gathers, releases and gathers again.
 NARROW = {"stage3_max_live_parameters": 4 * 10**6, "stage3_max_reuse_distance": 4 * 10**6}
 

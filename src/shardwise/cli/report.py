@@ -53,6 +53,7 @@ def generate(
     stop: list[str] | None = None,
     seed: int = 0,
     precision: str | None = None,
+    quantize: str | None = None,
     offload: list[str] | None = None,
     strategy: str | None = None,
     nproc_per_node: int | None = None,
@@ -76,7 +77,18 @@ def generate(
     asked, answers = (None if file is None else str(file) for file in (prompts, out))
     strategy = strategy or ("zero3" if is_sharded else "ddp")
     request = Request(
-        str(path), strategy, how, prompt, asked, answers, batch_size, chat, tokenizer, offload or (), precision
+        str(path),
+        strategy,
+        how,
+        prompt,
+        asked,
+        answers,
+        batch_size,
+        chat,
+        tokenizer,
+        offload or (),
+        precision,
+        quantize,
     )
     if started or (nproc_per_node or 1) == 1:
         code = generate_on_rank(request.to_json())

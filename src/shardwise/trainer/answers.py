@@ -107,9 +107,8 @@ def prepare(request: Request) -> Prepared:
             raise ConfigurationError(f"{request.out}: its folder is not there: make it, or name another one")
     model = find_model_in(Path(request.path), request.tokenizer)
     if request.quantize and model.quantized not in (None, request.quantize):
-        raise ConfigurationError(
-            f"--quantize {request.quantize}: the weights of {request.path} are stored as {model.quantized}: leave it out"
-        )
+        stored = f"the weights of {request.path} are stored as {model.quantized}"
+        raise ConfigurationError(f"--quantize {request.quantize}: {stored}: leave it out")
     is_chat = model.tokenizer.template is not None if request.chat is None else request.chat
     is_chat = is_chat and bool(request.prompt or request.prompts)  # without a prompt, a document begins
     rows, most = [], model.facts.max_seq  # with the answer
