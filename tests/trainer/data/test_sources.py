@@ -159,7 +159,7 @@ KINDS = {
     "mark.csv": b"\xef\xbb\xbf" + as_table(","),
     "a.tsv": as_table("\t"),
     "a.parquet": as_parquet(),
-    "a.jsonl.gz": gzip.compress(LINES),
+    "a.jsonl.gz": gzip.compress(LINES, mtime=0),
     "a.csv.bz2": bz2.compress(as_table(",")),
     "a.json.xz": lzma.compress(json.dumps(ROWS).encode()),
     "a.jsonl.zst": zstd(LINES),
@@ -206,7 +206,7 @@ def test_one_row_group_of_parquet_is_in_memory(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "content", "problem"),
     [
-        ("cut.jsonl.gz", gzip.compress(LINES)[:-9], "cut.jsonl.gz: cannot be read: Compressed file ended"),
+        ("cut.jsonl.gz", gzip.compress(LINES, mtime=0)[:-9], "cut.jsonl.gz: cannot be read: Compressed file ended"),
         ("no.csv.xz", LINES, "no.csv.xz: cannot be read"),
         ("no.jsonl.zst", LINES, "no.jsonl.zst: cannot be read"),
         ("no.jsonl.gz", LINES, "no.jsonl.gz: cannot be read: Not a gzipped file"),
