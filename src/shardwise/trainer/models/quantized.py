@@ -53,9 +53,9 @@ def packed(stored: Mapping[str, Tensor]) -> tuple[Makers, dict[str, tuple[int, .
 
 def rounded(value: Tensor, codec: str, shape: Sequence[int]) -> Tensor:
     """Return a matrix, given as values or as bytes of the codec, with the values that these bytes have."""
-    row, out = value if value.dtype == torch.uint8 else encoded(parse(codec), value), torch.empty(*shape)
+    row, out = value if value.dtype == torch.uint8 else encoded(parse(codec), value), torch.empty(prod(shape))
     decoder(parse(codec), row[None], out)()
-    return out
+    return out.view(*shape)
 
 
 def _state(stored: Mapping[str, Tensor], name: str) -> dict[str, Any]:
