@@ -78,6 +78,7 @@ class Prepared:
         given = hashlib.sha256(json.dumps([row.given for row in self.rows]).encode()).hexdigest()
         asked = json.loads(self.request.to_json())
         what = {key: asked[key] for key in ("sampling", "chat", "tokenizer", "precision")}
+        what["quantize"] = self.model.quantized or self.request.quantize
         return {"model": str(self.model.place.resolve()), **what, "prompts": given}
 
 

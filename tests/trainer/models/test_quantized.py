@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,11 +12,14 @@ from torch import Tensor
 from shardwise.base.errors import ConfigurationError
 from shardwise.core.wire.nf4 import CODEC
 from shardwise.core.wire.reference_codecs import encoded
+from shardwise.trainer.answers import Request, prepare
 from shardwise.trainer.checks import check_all
 from shardwise.trainer.models.build import build
 from shardwise.trainer.models.export import write_export
 from shardwise.trainer.models.facts import check
-from shardwise.trainer.models.restore import content_of
+from shardwise.trainer.models.generation import Sampling
+from shardwise.trainer.models.quantized import rounded
+from shardwise.trainer.models.restore import content_of, find_model_in
 from shardwise.trainer.settings import Lora, Settings
 from tests.harness import Pool
 from tests.support.running import losses, rows, save_llama, settings_for, train
@@ -53,6 +57,29 @@ def test_a_folder_is_written_and_read_byte_for_byte(folders: tuple[Path, Path]) 
         assert torch.equal(packed[name], encoded(CODEC, value) if is_packed else value)
     about = json.loads((folders[1] / "config.json").read_text())["quantization_config"]
     assert (about["quant_method"], about["bnb_4bit_quant_type"]) == ("bitsandbytes", "nf4")
+
+
+def test_norms_of_dora_begin_as_those_of_the_rounded_weights(folders: tuple[Path, Path]) -> None:
+    lora = Lora(r=4, alpha=8, targets=("q_proj",), dora=True)
+    path = f"base_model.model.{QUERY.removesuffix('.weight')}"
+    for folder in folders:
+        weights = build(settings_of(folder, lora=lora), 256, torch.device("cpu")).weights
+        assert weights is not None
+        values = rounded(weights[f"{path}.base_layer.weight"], "nf4", (64, 64))
+        assert torch.equal(weights[f"{path}.lora_magnitude_vector.default.weight"], values.norm(dim=1))
+
+
+def test_a_run_is_restored_with_its_format(folders: tuple[Path, Path], tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"quantize": "nf4"}))
+    (tmp_path / "export").mkdir()
+    about = {"peft_type": "LORA", "base_model_name_or_path": str(folders[0])}
+    (tmp_path / "export/adapter_config.json").write_text(json.dumps(about))
+    assert find_model_in(tmp_path, "bytes").quantized == "nf4"
+    assert find_model_in(tmp_path / "export", "bytes").quantized is None
+    # The format decides the answers: those of another one are not continued.
+    asked = Request(str(tmp_path / "export"), "zero3", Sampling(), tokenizer="bytes")
+    both = [prepare(replace(asked, quantize=codec)).facts["quantize"] for codec in (None, "nf4")]
+    assert both == [None, "nf4"]
 
 
 def _blocks_of_128(tensors: dict[str, Tensor]) -> None:

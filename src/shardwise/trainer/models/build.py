@@ -93,7 +93,9 @@ def build(
             names_after = names_by_tensor(model)
             names = [pair for key, old in names_before.items() for pair in zip(old, names_after[key], strict=True)]
             added = {name: param.detach() for name, param in model.named_parameters() if id(param) not in names_before}
-            weights = with_beginnings(model, weights.with_tensors(added, dict(names)))
+            weights = with_beginnings(
+                model, weights.with_tensors(added, dict(names)), settings.quantize or facts.quantized
+            )
             if settings.lora_from is not None:
                 weights = with_stored(model, weights, Path(settings.lora_from).expanduser())
         adapters.base_model_name_or_path = facts.origin

@@ -26,6 +26,7 @@ from ..model import Transformer
 from ..settings import Lora
 from .facts import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from .llama import IN_TREE_LEAVES, LINEAR_LEAVES, llama_name
+from .quantized import is_quantizable, rounded
 from .weights import LazyWeights, names_by_tensor, names_of, stored_tensors
 
 ADAPTER = "default"  # peft's default name
@@ -126,11 +127,15 @@ def adapter_file_name(name: str, is_in_tree: bool) -> str:
     return llama_name(name) if is_in_tree else name
 
 
-def with_beginnings(model: Any, weights: LazyWeights) -> LazyWeights:
-    """Add the adapters' values that begin as those of the base: copies of modules, and the norms of DoRA."""
+def with_beginnings(model: Any, weights: LazyWeights, codec: str | None) -> LazyWeights:
+    """Add the adapters' values that begin as those of the base: copies of modules, and the norms of DoRA.
 
-    def norm(name: str, dim: int) -> Tensor:
-        return weights[name].float().norm(dim=dim)
+    Norms are those of the weights as they are stored, so that adapters change nothing before the first step.
+    """
+
+    def norm(name: str, shape: Sequence[int], dim: int) -> Tensor:
+        is_rounded = codec is not None and is_quantizable(name, len(shape))
+        return (rounded(weights[name], str(codec), shape) if is_rounded else weights[name].float()).norm(dim=dim)
 
     made: dict[str, Callable[[], Tensor]] = {}
     for name in model.state_dict():
@@ -139,7 +144,8 @@ def with_beginnings(model: Any, weights: LazyWeights) -> LazyWeights:
         elif name.endswith(_MAGNITUDE):
             path = name.removesuffix(_MAGNITUDE)
             layer = model.get_submodule(path)
-            made[name] = partial(norm, f"{path}.base_layer.weight", 0 if _is_transposed(layer) else 1)
+            shape, dim = layer.base_layer.weight.shape, 0 if _is_transposed(layer) else 1
+            made[name] = partial(norm, f"{path}.base_layer.weight", shape, dim)
     return weights.with_tensors(LazyWeights(made))
 
 

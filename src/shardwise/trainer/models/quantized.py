@@ -16,9 +16,9 @@ from torch import Tensor
 
 from ...base.errors import ConfigurationError
 from ...checkpoint.tensor_files import Source
-from ...core.wire.codec import NF4_BLOCK, NF4_SCALED, encoded_bytes
+from ...core.wire.codec import NF4_BLOCK, NF4_SCALED, encoded_bytes, parse
 from ...core.wire.nf4 import CODEC, stored_parts, tables
-from ...core.wire.reference_codecs import encoded
+from ...core.wire.reference_codecs import decoder, encoded
 
 STATE = ".quant_state.bitsandbytes__nf4"
 ABOUT_BYTES = 256
@@ -49,6 +49,13 @@ def packed(stored: Mapping[str, Tensor]) -> tuple[Makers, dict[str, tuple[int, .
     hidden = {name + part for name in shapes for part in PARTS}
     makers: Makers = {name: partial(stored.__getitem__, name) for name in stored if name not in hidden}
     return makers | {name: partial(_row, stored, name, shape) for name, shape in shapes.items()}, shapes
+
+
+def rounded(value: Tensor, codec: str, shape: Sequence[int]) -> Tensor:
+    """Return a matrix, given as values or as bytes of the codec, with the values that these bytes have."""
+    row, out = value if value.dtype == torch.uint8 else encoded(parse(codec), value), torch.empty(prod(shape))
+    decoder(parse(codec), row[None], out)()
+    return out.view(*shape)
 
 
 def _state(stored: Mapping[str, Tensor], name: str) -> dict[str, Any]:

@@ -60,11 +60,7 @@ class Restorable:
     facts: ModelFacts
     tokenizer: Tokenizer
     adapters: Any  # peft's configuration; None unless the folder is an adapter
-
-    @property
-    def quantized(self) -> str | None:
-        """The format of few bits in which its weights are stored."""
-        return self.settings.quantize or self.facts.quantized
+    quantized: str | None = None  # the format of few bits in which its weights are stored
 
     @property
     def stop_ids(self) -> frozenset[int]:
@@ -122,7 +118,11 @@ def find_model_in(path: Path, tokenizer: str | None = None) -> Restorable:
         base, own_tokenizer, adapters = _adapter_config(place)
         settings = Settings(model=base, tokenizer=tokenizer or own_tokenizer)
     facts = check(settings)
-    return Restorable(place, settings, facts, tokenizer_for(facts.tokenizer, facts.chat_template), adapters)
+    quantized = settings.quantize or facts.quantized
+    if adapters is not None and place != path and not (place / BASE).is_dir():
+        # The base is as in the run. A base that was written with the adapter has these values already.
+        quantized = read_object(path / CONFIG).get("quantize") or quantized
+    return Restorable(place, settings, facts, tokenizer_for(facts.tokenizer, facts.chat_template), adapters, quantized)
 
 
 def _freeze(model: nn.Module, precision: str) -> None:
