@@ -314,8 +314,8 @@ def test_adapters_that_exist_are_continued() -> None:
         ({"dataset_name": "a/b"}, "padded"),
         ({"base_model": "m", "datasets": [{"path": "a/b", "type": "alpaca"}]}, "padded"),
         ({"base_model": "m", "datasets": [{"path": "a/b", "type": "completion"}]}, "packed"),
-        ({"base_model": "m", "pretraining_dataset": ["a/b"]}, "packed"),
-        ({"base_model": "m", "pretraining_dataset": ["a/b"], "sample_packing": False}, "padded"),
+        ({"base_model": "m", "pretraining_dataset": [{"path": "a/b"}]}, "packed"),
+        ({"base_model": "m", "pretraining_dataset": [{"path": "a/b"}], "sample_packing": False}, "padded"),
     ],
 )
 def test_samples_are_packed_only_where_the_other_program_does_it(keys: dict[str, Any], packing: str) -> None:
