@@ -39,7 +39,7 @@ def test_the_json_and_other_roles(chats: Path, ask: Asker) -> None:
     assert (found["formats"], found["num_documents"], found["num_bad_rows"]) == ({"messages": 40}, 40, 2)
     assert sum(found["histogram"].values()) == 40
     assert found["num_trained"] == sum(len(f"{n} + {n}?") for n in range(1, 41))
-    assert [text for text, is_trained in found["samples"][0] if is_trained] == ["1 + 1?"]
+    assert [text for text, is_trained in found["samples"]["1"] if is_trained] == ["1 + 1?"]
     assert 0 < found["padding"]["packed"] < found["padding"]["padded"] < 1
 
 

@@ -306,3 +306,25 @@ def test_adapters_that_exist_are_continued() -> None:
     migrated = api.read({"adapter": "lora", "lora_r": 8, "lora_model_dir": "old", "output_dir": "o"}, "hugging-face")
     assert migrated.settings["lora_from"] == "old"
     assert "lora" not in migrated.settings
+
+
+@pytest.mark.parametrize(
+    ("keys", "packing"),
+    [
+        ({"dataset_name": "a/b"}, "padded"),
+        ({"base_model": "m", "datasets": [{"path": "a/b", "type": "alpaca"}]}, "padded"),
+        ({"base_model": "m", "datasets": [{"path": "a/b", "type": "completion"}]}, "packed"),
+        ({"base_model": "m", "pretraining_dataset": [{"path": "a/b"}]}, "packed"),
+        ({"base_model": "m", "pretraining_dataset": [{"path": "a/b"}], "sample_packing": False}, "padded"),
+    ],
+)
+def test_samples_are_packed_only_where_the_other_program_does_it(keys: dict[str, Any], packing: str) -> None:
+    assert read(**keys, output_dir="out").settings["packing"] == packing
+
+
+def test_a_file_of_trl_says_that_only_answers_are_trained() -> None:
+    def row(**keys: Any) -> str:
+        return next(entry.text for entry in read(dataset_name="a/b", **keys).entries if entry.key == "dataset_name")
+
+    assert row(output_dir="out").endswith("TRL trains all of it: for that add train_roles: all")
+    assert row(output_dir="out", assistant_only_loss=True) == "dataset a/b, dataset_split train"

@@ -105,6 +105,7 @@ def test_a_preset_gives_way_to_what_means_the_same() -> None:
         ("num_train_epochs: 3", "seed=1", {"max_steps": "5"}, {"max_steps": 5, "num_train_epochs": None}),
         ("max_steps: 3", "num_train_epochs=2", {}, {"max_steps": None, "num_train_epochs": 2.0}),
         ("max_steps: 3", "num_train_epochs=null", {}, {"max_steps": 3}),
+        ("dataset: null", "seed=1", {"train_file": ["a.txt"]}, {"dataset": (), "train_file": ("a.txt",)}),
         ("dataset: some/rows", "seed=1", {"train_file": ["a.txt"]}, {"dataset": (), "train_file": ("a.txt",)}),
         ("train_file: a.txt", "dataset=some/rows", {}, {"dataset": ("some/rows",), "train_file": ()}),
     ],

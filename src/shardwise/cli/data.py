@@ -50,10 +50,9 @@ def data(files: list[str], dataset: bool = False, as_json: bool = False, **flags
         print(json.dumps(asdict(summary), indent=1))
     else:
         say(*_lines(summary))
-        for number, sample in enumerate(summary.samples, 1):
-            print(
-                f"\nsample {number}", *_marked(sample, sys.stdout.isatty() and "NO_COLOR" not in os.environ), sep="\n"
-            )
+        has_colors = sys.stdout.isatty() and "NO_COLOR" not in os.environ
+        for title, sample in summary.samples.items():
+            print(f"\nsample {title}", *_marked(sample, has_colors), sep="\n")
 
 
 def _lines(summary: "DataSummary") -> Iterator[str]:

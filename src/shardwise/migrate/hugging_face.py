@@ -31,6 +31,7 @@ DEFAULTS: dict[str, Any] = {
     "adam_beta2": 0.999,
     "seed": 42,
     "eval_fraction": 0.0,
+    "packing": "padded",
 }
 EPOCHS = 3.0
 # A file with one of these says how to train, and not only how to shard.

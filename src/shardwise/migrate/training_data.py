@@ -21,6 +21,7 @@ LOADERS = ("json", "csv", "parquet", "text")  # names of readers, in the place o
 SUFFIXES = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".txt", ".md", ".gz", ".bz2", ".xz", ".zst")
 INFO = "dataset_info.json"
 FORMAT = "the first of chosen, messages, instruction, completion and text that a row has says its format"
+WHOLE_CHATS = "; of a chat only answers are trained, and TRL trains all of it: for that add train_roles: all"
 ROLES = {"train_on_inputs": ["all"], "train_on_prompt": ["all"], "mask_history": ["last"]}
 
 
@@ -32,17 +33,18 @@ class Sources:
     splits: dict[str, list[str]] = field(default_factory=dict)  # by dataset of the Hub
     columns: dict[str, str] = field(default_factory=dict)
     template: str | None = None  # that an entry has in Axolotl; "" if it has none
-    is_text: bool = False  # rows are plain text, whatever the name of their column
+    is_text: bool = False  # rows are plain text, whatever the name of their column, and long ones are divided
+    note: str = ""  # what differs for chats
 
     def add(self, block: Block, key: str, name: str, split: str, configuration: str) -> None:
         """Add a file, or a dataset of the Hub."""
         if name.startswith(("/", "./", "../", "~")) or name.endswith(SUFFIXES) or find(name) is not None:
             self.files.append(name)
-            block.used(key, f"train_file {', '.join(self.files)}")
+            block.used(key, f"train_file {', '.join(self.files)}{self.note}")
         else:
             chosen = name if configuration.lower() in ("", "default") else f"{name}:{configuration}"
             self.splits.setdefault(chosen, []).append(split)
-            block.used(key, f"dataset {chosen}, dataset_split {split}")
+            block.used(key, f"dataset {chosen}, dataset_split {split}{self.note}")
         if self.splits and self.files:
             block.refused(key, "files and datasets of the Hub are not mixed in one run; download the datasets")
 
@@ -54,7 +56,10 @@ class Sources:
 
 def read_data(top: Block, folder: Path) -> None:
     """Read the sources, their columns, the messages that are trained on, and the chat template."""
-    sources, settings = Sources(is_text=top.text("stage") == "pt"), top.settings
+    is_text = top.text("stage") == "pt" or top.has("pretraining_dataset")
+    # LLaMA-Factory's `dataset` and Axolotl's `type` train on answers only.
+    is_trl = "objective" not in top.settings and not top.flag("assistant_only_loss") and not top.has("base_model")
+    sources, settings = Sources(is_text=is_text, note=WHOLE_CHATS if is_trl else ""), top.settings
     mixture = top.inner("dataset_mixture")
     mixture.ignored(("test_split_size", "seed"), "eval_fraction of the samples, which the seed shuffles, are held out")
     for block in (*top.inner_list("datasets"), *top.inner_list("pretraining_dataset"), *mixture.inner_list("datasets")):
@@ -63,7 +68,10 @@ def read_data(top: Block, folder: Path) -> None:
         _read_source(top, sources, ("dataset_name", "dataset_config", "dataset_train_split"), ())
     top.ignored(("dataset_config", "dataset_train_split"), "dataset_name is missing")
     _read_mixer(top, sources)
+    sources.note = ""
     _read_info(top, folder, sources)
+    if sources.is_text and not any(map(top.has, ("packing", "sample_packing"))):
+        settings["packing"] = "packed"
     if top.has("dataset_text_field"):
         sources.rename(top, "dataset_text_field", "text", top.text("dataset_text_field"))
     _read_max_samples(top, sources)
@@ -115,6 +123,7 @@ def _read_type(block: Block, sources: Sources) -> None:
     types, known, written = table("hugging_face")["dataset_types"], table("templates"), block.text("type")
     name, _, column = written.partition(":")
     means = {"text": column} if name == "completion" and column else types.get(written, {})
+    sources.is_text |= written.startswith(("completion", "pretrain"))
     template = means.get("template") or block.text("chat_template").removeprefix("tokenizer_default")
     if written and not means and written not in types:
         block.refused("type", f"rows of this type are not read; {did_you_mean(written, types)}")

@@ -276,6 +276,8 @@ def _given(name: str, value: Any, origin: str) -> Given:
 def _plain(key: str, value: Any, origin: str) -> Any:
     """Parse words, lists and mappings that were written as one string."""
     kind = FIELDS[key].type
+    if value is None and get_origin(kind) is tuple:  # as `dataset` was written when it was one name
+        return []
     if isinstance(value, bool):
         value = str(value).lower()
     if isinstance(value, str):

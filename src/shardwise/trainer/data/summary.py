@@ -32,7 +32,7 @@ class DataSummary:
     seq_length: int
     num_cut: int  # documents that are longer than a sample and lose their end
     padding: dict[str, float]  # part of all positions, by packing
-    samples: list[list[tuple[str, bool]]]  # texts of documents, and whether they are trained on
+    samples: dict[str, list[tuple[str, bool]]]  # by title: texts of a document, and whether they are trained on
 
 
 def summarise(settings: Settings, tokenizer: Tokenizer, seq_length: int, say: Say) -> DataSummary:
@@ -71,14 +71,17 @@ def summarise(settings: Settings, tokenizer: Tokenizer, seq_length: int, say: Sa
             seq_length=seq_length,
             num_cut=num_cut,
             padding=padding,
-            samples=[_marked(store, index, tokenizer, seq_length) for index in shown],
+            samples=dict(_marked(store, index, tokenizer, seq_length) for index in shown),
         )
 
 
-def _marked(store: Store, index: int, tokenizer: Tokenizer, most: int) -> list[tuple[str, bool]]:
-    first, count = store.document(index)
-    count = min(count, most)
+def _marked(store: Store, index: int, tokenizer: Tokenizer, most: int) -> tuple[str, list[tuple[str, bool]]]:
+    """Return a document's title, and its texts as far as a sample has room for them."""
+    first, length = store.document(index)
+    count = min(length, most)
     tokens, mask = store.tokens(first, count).tolist(), store.trained(first, count)
     flags = [True] * count if mask is None else mask.tolist()
     runs = groupby(zip(tokens, flags, strict=True), key=lambda pair: pair[1])
-    return [(tokenizer.show([token for token, _ in run]), bool(trained)) for trained, run in runs]
+    title = f"{index // 2 + 1}, {('chosen', 'rejected')[index % 2]}" if store.facts["is_pairs"] else f"{index + 1}"
+    title += f", the first {count:,} of {length:,} tokens" * (count < length)
+    return title, [(tokenizer.show([token for token, _ in run]), bool(trained)) for trained, run in runs]
