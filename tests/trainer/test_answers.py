@@ -88,9 +88,8 @@ def test_answers_are_in_the_order_of_the_prompts_and_a_stopped_command_goes_on(r
     assert all(row["num_tokens"] == 6 for row in found if row["end"] == "length")
 
 
-def on_two_ranks(folder: Path) -> bool:
+def on_two_ranks(asked: Request) -> bool:
     sw.init()
-    asked = request(folder, strategy="zero3", offload=["params=host"])
     return answer_file(prepare(asked), never)
 
 
@@ -102,7 +101,8 @@ def one_text(folder: Path) -> str | None:
 
 def test_ranks_with_their_weights_on_the_host_answer_the_same(run_ranks: Pool, tmp_path: Path) -> None:
     [text] = run_ranks(1, one_text, tmp_path)
-    assert run_ranks(2, on_two_ranks, tmp_path) == [True, True]
+    asked = request(tmp_path, strategy="zero3", offload=["params=host"])
+    assert run_ranks(2, on_two_ranks, asked) == [True, True]
     assert read(tmp_path / "answers.jsonl")[0]["answer"] == text
 
 

@@ -145,7 +145,9 @@ def _write_divergence(run: Run, ending: Ending) -> Path:
     place = run.folder / "diverged"
     if run.is_first:
         place.mkdir(parents=True, exist_ok=True)
-        last_steps = [{key: json_number(value) for key, value in asdict(step).items()} for step in run.records.last]
+        measures = run.records.measures
+        steps = [{**asdict(step), **dict(zip(measures, step.measured, strict=True))} for step in run.records.last]
+        last_steps = [{k: json_number(value) for k, value in step.items() if k != "measured"} for step in steps]
         report = {
             "complaint": ending.complaint,
             "last_steps": last_steps,
@@ -186,7 +188,8 @@ def set_up(settings: Settings, context: FailureContext) -> Run:
     num_planned = settings.max_steps or _num_steps_of_epochs(settings, checked, samples.num_samples)
     model, optimizer, planned = _sharded(built, settings, checked, free_bytes, num_planned, context)
     training = exchange(world, planned.entry.training)[0]
-    checked = replace(checked, batching=Batching(num_ranks, training.num_micro_batches, training.micro_batch))
+    size = training.micro_batch // settings.rows_per_sample
+    checked = replace(checked, batching=Batching(num_ranks, training.num_micro_batches, size))
     status.show("loading the checkpoint" if candidates else "opening the run folder")
     resumed = resume(candidates, model, optimizer, say)
     compiles, chunk = planned.compilation.setting, planned.entry.training.loss_chunk

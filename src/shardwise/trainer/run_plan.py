@@ -125,7 +125,7 @@ def draft(
     batching, seq = checked.batching, checked.seq_length
     training = Training(
         seq=seq,
-        micro_batch=batching.micro_size * (1 if settings.objective is None else 2),  # a pair has two sequences
+        micro_batch=batching.micro_size * settings.rows_per_sample,
         num_micro_batches=batching.num_micro,
         precision=settings.precision or "bf16",
         reduce=settings.reduce_dtype,
@@ -149,12 +149,13 @@ def draft(
     compilation = Compilation(settings.compile == "on")
     if settings.compile == "auto":
         compilation = decide(note or gain_of(built.model, known, works, training, device_name), num_steps)
-    batches: Sequence[tuple[int, int]] = [(batching.micro_size, batching.num_micro)]
+    samples: Sequence[tuple[int, int]] = [(batching.micro_size, batching.num_micro)]
     if settings.per_device_train_batch_size == "auto" and settings.gradient_accumulation_steps is None:
-        batches = batches_of(training, batching.global_size, batching.num_ranks)
+        samples = batches_of(training, batching.global_size, batching.num_ranks)
         if note:
             raise ConfigurationError(f"per_device_train_batch_size auto: {note}: give a number")
-    sizes = ", ".join(str(size) for size, _ in batches)
+    sizes = ", ".join(str(size) for size, _ in samples)
+    batches = [(size * settings.rows_per_sample, number) for size, number in samples]
     drafted = Draft(
         subject, machine, training, note, not updates_early(settings), strategy_of(settings), compilation,
         may_enlarge_chunks=settings.loss_chunk == "auto" and training.loss == "chunked" and not note,

@@ -83,7 +83,7 @@ class Settings:
     shape: dict[str, int | bool] = field(default_factory=dict, metadata={"panel": MODEL, "help": "Changes to an in-tree shape, as in shape.layers=8. Keys: vocab, hidden, layers, heads, kv_heads, ffn, max_seq, tied."})
     random_weights: bool = setting(MODEL, False, "Start a Hugging Face model from random weights instead of those in its folder.")
     tokenizer: str | None = setting(MODEL, None, "Folder or id of a tokenizer, or 'bytes'. Default: the model's own, otherwise bytes.")
-    lora: Lora | None = setting(MODEL, None, "Train low-rank adapters only: 16 (short for r=16,alpha=32: alpha is twice r), or r=16,alpha=32 and, if needed, dropout=0.05, targets=q_proj+v_proj or targets=all-linear (all linear layers except the head), rslora, dora, and modules_to_save=embed_tokens+lm_head (trained as a whole).")
+    lora: Lora | None = setting(MODEL, None, "Train low-rank adapters only: 16 (short for r=16,alpha=32: alpha is twice r), or r=16,alpha=32 and, if needed, dropout=0.05, targets=q_proj+v_proj or targets=all-linear (all linear layers except the head), rslora, dora, and modules_to_save=lm_head+... (trained as a whole).")
     lora_from: str | None = setting(MODEL, None, "Start from the adapter in this folder, which gives all values of lora; only its dropout may be changed.")
     quantize: Literal["nf4", "int8", "int4", "fp8"] | None = setting(MODEL, None, "Store the frozen matrices of blocks in few bits, with lora: nf4 (as bitsandbytes does, 0.52 bytes each), int8, int4 or fp8.")
     gradient_checkpointing: Literal["none", "selective", "full"] = setting(MODEL, "none", "Recompute activations of blocks in the backward: none, selective or full. Without a value: full.")
@@ -229,6 +229,11 @@ class Settings:
     @property
     def is_less_better(self) -> bool:
         return self.best_metric.endswith(("loss", "perplexity"))
+
+    @property
+    def rows_per_sample(self) -> int:
+        """The number of sequences in a sample: a pair has two."""
+        return 1 if self.objective is None else 2
 
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self), indent=1)

@@ -203,7 +203,8 @@ def test_a_template_from_a_file(tmp_path: Path, bpe_folder: Callable[..., Path])
     folder, file = str(bpe_folder(templates.CHATML)), tmp_path / "gemma.jinja"
     file.write_text(templates.GEMMA)
     tokenizer = tokenizer_for(folder, str(file))
-    assert tokenizer.question("hi")[0] == "<start_of_turn>user\nhi<end_of_turn>\n<start_of_turn>model\n"
+    ids, _ = tokenizer.question([{"role": "user", "content": "hi"}])
+    assert tokenizer.show(ids) == "<start_of_turn>user\nhi<end_of_turn>\n<start_of_turn>model\n"
     assert tokenizer.fingerprint() != tokenizer_for(folder).fingerprint()
     with pytest.raises(ConfigurationError, match=r"none\.jinja cannot be read"):
         tokenizer_for(folder, str(tmp_path / "none.jinja"))
