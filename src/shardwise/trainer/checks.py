@@ -28,7 +28,7 @@ from .models.weights import names_of
 from .offload import check_strategy, is_auto, layouts_of, offload_of, strategy_of, updates_early
 from .run_folder import AUTO as AUTO_RESUME
 from .run_folder import DATA, LATEST, run_folder, writing_to
-from .settings import Batching, Settings, batching_of, num_nodes
+from .settings import WITH_REFERENCE, Batching, Settings, batching_of, num_nodes
 
 DEFAULT_SEQ_LENGTH = 2048
 NUM_SAMPLES_CHECKED = 200
@@ -139,7 +139,7 @@ def check_all(settings: Settings, num_ranks: int) -> Checked:
     for setting, module, extra in needed:
         if find_spec(module) is None:
             raise ConfigurationError(f"{setting}: {module} is not installed; pip install 'shardwise[{extra}]'")
-    if settings.objective in ("dpo", "hinge", "ipo") and (settings.lora is None or settings.lora_from is not None):
+    if settings.objective in WITH_REFERENCE and (settings.lora is None or settings.lora_from is not None):
         why = "all weights are trained" if settings.lora is None else f"the run starts from {settings.lora_from}"
         raise ConfigurationError(
             f"objective {settings.objective}: its reference is the model without adapters, but {why}: train new "
