@@ -89,8 +89,7 @@ def prepare(request: Request) -> Prepared:
     # A layout moves parameters only with the optimizer, of which there is none.
     moves = [*request.offload, *(["optimizer=host"] if offload.moves else [])]
     check_strategy(request.strategy, moves, quantize=request.quantize)
-    if offload.folder is not None and not offload.folder.is_dir():
-        raise ConfigurationError(f"offload: {offload.folder} is not a folder: make it, or name one that is there")
+    offload.require_folder()
     if request.precision is not None:
         precision_of(request.precision, None)
     strategy = offload_of(moves).applied_to(request.strategy)

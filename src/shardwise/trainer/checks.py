@@ -120,11 +120,10 @@ def check_all(settings: Settings, num_ranks: int) -> Checked:
     """Check the settings of a run against its files and its number of ranks."""
     check_strategy(settings.strategy, settings.offload, settings.wire, settings.quantize)
     check_evaluations(settings)
-    folder = offload_of(settings.offload).folder
-    if folder is not None and not folder.is_dir():
-        raise ConfigurationError(f"offload: {folder} is not a folder: make it, or name one that is there")
+    offload = offload_of(settings.offload)
+    offload.require_folder()
     num_here = num_local_ranks() if is_joined() else num_ranks // num_nodes(settings.nnodes)[0]
-    (on_host, on_disk), asked = shares_here(num_here, folder), strategy_of(settings)
+    (on_host, on_disk), asked = shares_here(num_here, offload.folder), strategy_of(settings)
     layouts = tried_layouts(asked, ()) if is_auto(asked) else layouts_of(asked).values()
     check_speculation(settings.speculation, layouts, (round(HOST_SHARE * on_host), on_disk))
     if num_bytes_of(settings.speculation) and updates_early(settings):
