@@ -191,7 +191,7 @@ def prompts_in(file: str | None) -> tuple[str, ...]:
     """Read the prompts of --eval-prompts, one in each line."""
     if file is None:
         return ()
-    found = [line.strip() for line in read_text(Path(file).expanduser()).split("\n") if line.strip()]
-    if not 1 <= len(found) <= MAX_PROMPTS:
-        raise ConfigurationError(f"eval_prompts {file} has {len(found):,} prompts; give 1 to {MAX_PROMPTS}")
-    return tuple(found)
+    prompts = tuple(line.strip() for line in read_text(Path(file).expanduser()).split("\n") if line.strip())
+    if not 1 <= len(prompts) <= MAX_PROMPTS:
+        raise ConfigurationError(f"eval_prompts {file} has {len(prompts):,} prompts; give 1 to {MAX_PROMPTS}")
+    return prompts
