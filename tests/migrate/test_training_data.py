@@ -10,9 +10,9 @@ import yaml
 
 import shardwise.migrate.api as api
 from shardwise.cli.convert import convert
-from shardwise.migrate.chat_templates import jinja_of
 from shardwise.migrate.migrated import Migrated
 from shardwise.migrate.tables import table
+from shardwise.migrate.training_data import jinja_of
 from shardwise.trainer.config import resolve
 from tests.migrate.told import assert_all_told
 

@@ -20,7 +20,6 @@ OPTIONS = (
     "model", "tokenizer", "seq_length", "columns", "train_roles", "chat_template", "dataset_split", "token_dtype",
     "max_bad_rows",
 )  # fmt: skip
-DEFAULT_SEQ_LENGTH = "2048"  # if no model is given
 BAR = 40
 MOST_CHARACTERS = 3000  # of a sample
 COLOR, PLAIN = "\033[32m", "\033[0m"
@@ -28,6 +27,7 @@ COLOR, PLAIN = "\033[32m", "\033[0m"
 
 @partial(documented, more=[FLAGS[name] for name in OPTIONS])
 def data(files: list[str], dataset: bool = False, as_json: bool = False, **flags: Any) -> None:
+    from ..trainer.checks import DEFAULT_SEQ_LENGTH
     from ..trainer.config import resolve
     from ..trainer.data.summary import summarise
     from ..trainer.data.tokenizer import tokenizer_for
@@ -37,22 +37,21 @@ def data(files: list[str], dataset: bool = False, as_json: bool = False, **flags
     if not configuration:
         flags["dataset" if dataset else "train_file"] = files
         if flags["model"] is None and flags["seq_length"] is None:
-            flags["seq_length"] = DEFAULT_SEQ_LENGTH
+            flags["seq_length"] = str(DEFAULT_SEQ_LENGTH)
     elif len(files) > 1 or dataset:
         raise ConfigurationError(f"{configuration[0]} names the data of a run: give it alone")
     settings = resolve(configuration, flags, os.environ).settings
     facts = check(settings)
     tokenizer = tokenizer_for(facts.tokenizer, facts.chat_template)
-    summary = summarise(
-        settings, tokenizer, settings.seq_length or min(facts.max_seq, int(DEFAULT_SEQ_LENGTH)), progress
-    )
+    seq_length = settings.seq_length or min(facts.max_seq, DEFAULT_SEQ_LENGTH)
+    summary = summarise(settings, tokenizer, seq_length, progress)
     if as_json:
         print(json.dumps(asdict(summary), indent=1))
     else:
         say(*_lines(summary))
         has_colors = sys.stdout.isatty() and "NO_COLOR" not in os.environ
         for title, sample in summary.samples.items():
-            print(f"\nsample {title}", *_marked(sample, has_colors), sep="\n")
+            print(f"\nsample {title}", _marked(sample, has_colors), sep="\n")
 
 
 def _lines(summary: "DataSummary") -> Iterator[str]:
@@ -72,11 +71,11 @@ def _lines(summary: "DataSummary") -> Iterator[str]:
     )
 
 
-def _marked(sample: list[tuple[str, bool]], has_colors: bool) -> Iterator[str]:
+def _marked(sample: list[tuple[str, bool]], has_colors: bool) -> str:
     marks, left = (COLOR, PLAIN) if has_colors else ("[[", "]]"), MOST_CHARACTERS
     parts = []
     for text, is_trained in sample:
         shown = printable_lines(text[:left])
         parts.append(f"{marks[0]}{shown}{marks[1]}" if is_trained and shown else shown)
         left = max(left - len(text), 0)
-    yield "".join(parts) + ("" if left else " ...")
+    return "".join(parts) + ("" if left else " ...")

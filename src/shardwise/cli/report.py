@@ -73,23 +73,13 @@ def generate(
     if started and nproc_per_node is not None:
         raise ConfigurationError(f"--nproc-per-node {nproc_per_node}, but torchrun has started the ranks: leave it out")
     is_sharded = offload or int(os.environ.get("WORLD_SIZE", nproc_per_node or 1)) > 1
-    how = Sampling(temperature, top_k, top_p, seed, max_new_tokens, tuple(stop or ()))
-    asked, answers = (None if file is None else str(file) for file in (prompts, out))
+    sampling = Sampling(temperature, top_k, top_p, seed, max_new_tokens, tuple(stop or ()))
+    questions, answers = (None if file is None else str(file) for file in (prompts, out))
     strategy = strategy or ("zero3" if is_sharded else "ddp")
     request = Request(
-        str(path),
-        strategy,
-        how,
-        prompt,
-        asked,
-        answers,
-        batch_size,
-        chat,
-        tokenizer,
-        offload or (),
-        precision,
-        quantize,
-    )
+        str(path), strategy, sampling, prompt, questions, answers, batch_size, chat, tokenizer, offload or (),
+        precision, quantize,
+    )  # fmt: skip
     if started or (nproc_per_node or 1) == 1:
         code = generate_on_rank(request.to_json())
     else:
@@ -117,12 +107,9 @@ def generate_on_rank(text: str) -> int:
         else:
             answer = answer_prompt(prepared, lambda: requests.read()[0] is not None)
             if answer is not None and is_first():
-                _print(answer if prepared.is_chat else request.prompt + answer)
+                text = answer if prepared.is_chat else request.prompt + answer
+                # On a terminal, control characters in a model's output are escaped.
+                print(CONTROL.sub(lambda found: printable(found[0]), text) if sys.stdout.isatty() else text)
         return requests.read()[0] or 0
     finally:
         leave()
-
-
-def _print(text: str) -> None:
-    """Print a model's output. On a terminal, control characters in it are escaped."""
-    print(CONTROL.sub(lambda found: printable(found[0]), text) if sys.stdout.isatty() else text)

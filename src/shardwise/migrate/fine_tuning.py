@@ -6,13 +6,12 @@ pairs of a chosen and a rejected answer.
 
 from pathlib import Path
 
-from ..trainer.settings import READ_BY
+from ..planner.training import ALL_LINEAR
+from ..trainer.settings import READ_BY, WITH_REFERENCE
 from .account import Block
 from .tables import read_setting, table
 
-ALL_LINEAR = "all-linear"
 OBJECTIVES = ("stage", "rl", "pref_loss", "loss_type")
-WITH_REFERENCE = ("dpo", "hinge", "ipo")  # the model without its adapters
 # Trainers of TRL whose files have `beta`, as their recipes are named.
 TRAINERS = ("orpo", "kto", "cpo", "grpo", "gkd", "rloo")
 

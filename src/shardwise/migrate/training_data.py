@@ -3,26 +3,36 @@
 Each program names its sources in its own way. All become files (`train_file`) or datasets of the Hub (`dataset`), with
 one split, one mapping of columns and one chat template for all of them. Formats need no setting: the reader finds them
 by the columns of a row.
+
+A chat template, by its name in LLaMA-Factory or Axolotl or as Jinja in the file, becomes a file for `chat_template`. A
+name is written out as Jinja from `templates.yaml`. A name that stands for a family of models means the tokenizer's own
+template: it is accepted for models of this family only.
 """
 
+import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from ..base.documents import find, json_tree, read_text
 from ..base.errors import ConfigurationError, did_you_mean
+from ..trainer.data import rows
+from ..trainer.data.sources import OPENERS, READERS, TEXTS
 from .account import Block, mapping_in
-from .chat_templates import read_template, read_tokens
 from .tables import apply_rules, table
 
 # A placeholder: the user has to name the data. Our default for `train_file` would train on something else.
 YOUR_DATA = "YOUR-DATA.jsonl"
 LOADERS = ("json", "csv", "parquet", "text")  # names of readers, in the place of a dataset's name
-SUFFIXES = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".txt", ".md", ".gz", ".bz2", ".xz", ".zst")
+SUFFIXES = (*READERS, *TEXTS, *OPENERS)
 INFO = "dataset_info.json"
 FORMAT = "the first of chosen, messages, instruction, completion and text that a row has says its format"
 WHOLE_CHATS = "; of a chat only answers are trained, and TRL trains all of it: for that add train_roles: all"
-ROLES = {"train_on_inputs": ["all"], "train_on_prompt": ["all"], "mask_history": ["last"]}
+TRAINED = {"train_on_inputs": ["all"], "train_on_prompt": ["all"], "mask_history": ["last"]}
+# Roles, and their names; the last two are only in LLaMA-Factory's tags.
+ROLES = rows.ROLES | {"observation": ("tool", "observation", "function_response"), "function": ("function_call",)}
+TEMPLATE = "chat_template.jinja"
+TEMPLATE_KEYS = ("template", "chat_template", "chat_template_path")
 
 
 @dataclass(slots=True)
@@ -75,10 +85,10 @@ def read_data(top: Block, folder: Path) -> None:
     if top.has("dataset_text_field"):
         sources.rename(top, "dataset_text_field", "text", top.text("dataset_text_field"))
     _read_max_samples(top, sources)
-    for key, roles in ROLES.items():
+    for key, roles in TRAINED.items():
         _set_roles(top, key, roles if top.flag(key) else [])
-    read_template(top, sources.template or "")
-    read_tokens(top)
+    _read_template(top, sources.template or "")
+    _read_tokens(top)
     split, *others = dict.fromkeys("+".join(dict.fromkeys(splits)) for splits in sources.splits.values()) or [""]
     if others:
         keys = ("datasets", "dataset_mixture", "dataset_mixer", "dataset")
@@ -158,7 +168,7 @@ def _read_names(block: Block, sources: Sources) -> None:
     block.used("columns", FORMAT)
     for inner in (block.inner("roles"), tags):
         for key in (key for key in inner.values if inner is not tags or key not in known["names"]):
-            names = known["roles"].get(key.removesuffix("_tag"), [])
+            names = ROLES.get(key.removesuffix("_tag"), ())
             if set(inner.texts(key)) - set(names):
                 inner.refused(key, f"names of this role that are known here: {', '.join(names) or 'none'}")
             inner.used(key, "these names of a role are known")
@@ -230,10 +240,74 @@ def _num_rows(path: Path) -> int:
 
 def _set_roles(block: Block, key: str, roles: Iterable[str]) -> None:
     """Set the roles whose messages are trained on."""
-    known = table("hugging_face")["roles"]
-    names = tuple(next((ours for ours, names in known.items() if role in names), role) for role in roles)
-    if set(names) - {*known, "all", "last"}:
-        block.refused(key, f"roles are {', '.join(known)}")
+    names = tuple(next((ours for ours, names in ROLES.items() if role in names), role) for role in roles)
+    if set(names) - {*ROLES, "all", "last"}:
+        block.refused(key, f"roles are {', '.join(ROLES)}")
     elif names not in ((), ("assistant",)) and block.settings.setdefault("train_roles", names) != names:
         block.refused(key, "all sources train the same roles")
     block.used_if(bool(names), key, f"train_roles {', '.join(names)}", "only answers are trained")
+
+
+# The chat template and special tokens
+
+
+def _read_template(top: Block, implied: str) -> None:
+    """Read the chat template. `implied` is the one that the type of the rows has in Axolotl, or nothing."""
+    key = top.first_of(*TEMPLATE_KEYS)
+    if top.has("chat_template_jinja"):
+        top.used(key, "chat_template_jinja has it")
+        key = "chat_template_jinja"
+    written = str(top.values[key]).strip() if top.has(key) else ""
+    is_text = "{%" in written or "{{" in written
+    top.ignored(key, "it is empty")
+    if implied:
+        top.ignored(key, f"the rows' type has the template {implied}")
+        _write_template(top, [], jinja_of(implied), "")
+    elif is_text:
+        _write_template(top, key, written, "the text of this key")
+    elif key.endswith(("path", "jinja")) and find(written) is not None:
+        top.sets(key, chat_template=written)
+    elif written:
+        _read_template_name(top, key, top.text(key))
+
+
+def _read_tokens(top: Block) -> None:
+    """Read special tokens. The padding token is never a target; others must be those of the model's own tokenizer."""
+    model = f"{top.settings.get('model', '')} {top.text('tokenizer_type')}".lower()
+    families = table("hugging_face")["own_tokens"].items()
+    own = [token for family, tokens in families if family in model for token in tokens]
+    for key in ("special_tokens", "tokens"):
+        value = top.values[key] if top.has(key) else None
+        named = value.items() if isinstance(value, dict) else enumerate(value or ())
+        changed = [token for name, token in named if token is not None and name != "pad_token" and token not in own]
+        if changed:
+            fix = "save a changed tokenizer and model, and name those"
+            top.refused(key, f"a tokenizer stays as it is, and {changed[0]} may change it; {fix}")
+        top.ignored(key, "the model's tokenizer has them; padding is never trained on")
+
+
+def _write_template(top: Block, keys: str | list[str], text: str, what: str) -> None:
+    top.files[TEMPLATE] = text
+    top.sets(keys, f", a file that convert writes: {what}", chat_template=TEMPLATE)
+
+
+def _read_template_name(top: Block, key: str, name: str) -> None:
+    known = table("templates")
+    family = known["families"].get(name, "") if key == "chat_template" else ""
+    same = "" if family else known["same"].get(name, name)
+    if name.startswith("tokenizer_default"):
+        top.used(key, "the tokenizer's own template")
+    elif family and family in str(top.settings.get("model", "")).lower():
+        top.used(key, f"the tokenizer's own template, of which {name} is a copy")
+    elif same in known["templates"]:
+        _write_template(top, key, jinja_of(same), f"{name}, without tools")
+    else:
+        fix = f"it belongs to {family} models" if family else did_you_mean(name, known["templates"])
+        top.refused(key, f"{fix}; leave it out for the tokenizer's own template, or give yours with --chat-template")
+
+
+def jinja_of(name: str) -> str:
+    """A template of the table as Jinja."""
+    known = table("templates")
+    parts = json.dumps(known["templates"][known["same"].get(name, name)], ensure_ascii=False)
+    return f"{{%- set t = {parts} -%}}\n{known['frame']}"

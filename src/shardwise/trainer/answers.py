@@ -2,7 +2,7 @@
 
 A file of prompts has a JSON object with `prompt` or `messages` per line (.jsonl), or a prompt per line (.txt). The
 answers are written in the order of the prompts. Until all of them are there, the finished ones are in OUT.partial, in
-the order in which they ended. Its first line says what was asked for, so that the same command can go on with it.
+the order in which they ended. Its first line describes the request, so that the same command can go on with it.
 """
 
 import dataclasses
@@ -50,8 +50,8 @@ class Request:
     @classmethod
     def from_json(cls, text: str) -> "Request":
         values = json.loads(text)
-        how = values.pop("sampling")
-        return cls(**values, sampling=Sampling(**{**how, "stop": tuple(how["stop"])}))
+        sampling = values.pop("sampling")
+        return cls(**values, sampling=Sampling(**{**sampling, "stop": tuple(sampling["stop"])}))
 
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self))
@@ -76,10 +76,10 @@ class Prepared:
     def facts(self) -> dict[str, Any]:
         """All that decides the answers."""
         given = hashlib.sha256(json.dumps([row.given for row in self.rows]).encode()).hexdigest()
-        asked = json.loads(self.request.to_json())
-        what = {key: asked[key] for key in ("sampling", "chat", "tokenizer", "precision")}
-        what["quantize"] = self.model.quantized or self.request.quantize
-        return {"model": str(self.model.place.resolve()), **what, "prompts": given}
+        options = json.loads(self.request.to_json())
+        options = {key: options[key] for key in ("sampling", "chat", "tokenizer", "precision")}
+        options["quantize"] = self.model.quantized or self.request.quantize
+        return {"model": str(self.model.place.resolve()), **options, "prompts": given}
 
 
 def prepare(request: Request) -> Prepared:
@@ -90,13 +90,12 @@ def prepare(request: Request) -> Prepared:
     # A layout moves parameters only with the optimizer, of which there is none.
     moves = [*request.offload, *(["optimizer=host"] if offload.moves else [])]
     check_strategy(request.strategy, moves, quantize=request.quantize)
-    if offload.folder is not None and not offload.folder.is_dir():
-        raise ConfigurationError(f"offload: {offload.folder} is not a folder: make it, or name one that is there")
+    offload.require_folder()
     if request.precision is not None:
         precision_of(request.precision, None)
     strategy = offload_of(moves).applied_to(request.strategy)
-    words = {"precision": request.precision, "strategy": strategy, "disk_path": offload.folder}
-    words["quantize"] = request.quantize
+    words = {"strategy": strategy, "disk_path": offload.folder}
+    words |= {"precision": request.precision, "quantize": request.quantize}
     given = [("the prompt", {"prompt": request.prompt})]
     if request.prompts is not None:
         given = list(_rows_in(Path(request.prompts)))
@@ -216,10 +215,10 @@ def _generate(prepared: Prepared, rows: Sequence[Row], is_stopped: Callable[[], 
     if not rows:
         return iter(())
     init()
-    found, request = prepared.model, prepared.request
-    model, prompts, max_seq = found.load(**prepared.words), (row.prompt for row in rows), found.facts.max_seq
-    how: dict[str, Any] = {"max_seq": max_seq, "batch_size": request.batch_size, "is_stopped": is_stopped}
-    return generate(model, found.tokenizer, prompts, request.sampling, **how)
+    stored, request = prepared.model, prepared.request
+    model, prompts, max_seq = stored.load(**prepared.words), (row.prompt for row in rows), stored.facts.max_seq
+    words: dict[str, Any] = {"max_seq": max_seq, "batch_size": request.batch_size, "is_stopped": is_stopped}
+    return generate(model, stored.tokenizer, prompts, request.sampling, **words)
 
 
 def _finished(partial: Path, facts: dict[str, Any]) -> set[int]:

@@ -28,7 +28,7 @@ from .models.weights import names_of
 from .offload import check_strategy, is_auto, layouts_of, offload_of, strategy_of, updates_early
 from .run_folder import AUTO as AUTO_RESUME
 from .run_folder import DATA, LATEST, run_folder, writing_to
-from .settings import Batching, Settings, batching_of, num_nodes
+from .settings import WITH_REFERENCE, Batching, Settings, batching_of, num_nodes
 
 DEFAULT_SEQ_LENGTH = 2048
 NUM_SAMPLES_CHECKED = 200
@@ -120,11 +120,10 @@ def check_all(settings: Settings, num_ranks: int) -> Checked:
     """Check the settings of a run against its files and its number of ranks."""
     check_strategy(settings.strategy, settings.offload, settings.wire, settings.quantize)
     check_evaluations(settings)
-    folder = offload_of(settings.offload).folder
-    if folder is not None and not folder.is_dir():
-        raise ConfigurationError(f"offload: {folder} is not a folder: make it, or name one that is there")
+    offload = offload_of(settings.offload)
+    offload.require_folder()
     num_here = num_local_ranks() if is_joined() else num_ranks // num_nodes(settings.nnodes)[0]
-    (on_host, on_disk), asked = shares_here(num_here, folder), strategy_of(settings)
+    (on_host, on_disk), asked = shares_here(num_here, offload.folder), strategy_of(settings)
     layouts = tried_layouts(asked, ()) if is_auto(asked) else layouts_of(asked).values()
     check_speculation(settings.speculation, layouts, (round(HOST_SHARE * on_host), on_disk))
     if num_bytes_of(settings.speculation) and updates_early(settings):
@@ -139,7 +138,7 @@ def check_all(settings: Settings, num_ranks: int) -> Checked:
     for setting, module, extra in needed:
         if find_spec(module) is None:
             raise ConfigurationError(f"{setting}: {module} is not installed; pip install 'shardwise[{extra}]'")
-    if settings.objective in ("dpo", "hinge", "ipo") and (settings.lora is None or settings.lora_from is not None):
+    if settings.objective in WITH_REFERENCE and (settings.lora is None or settings.lora_from is not None):
         why = "all weights are trained" if settings.lora is None else f"the run starts from {settings.lora_from}"
         raise ConfigurationError(
             f"objective {settings.objective}: its reference is the model without adapters, but {why}: train new "
@@ -192,7 +191,7 @@ def prompts_in(file: str | None) -> tuple[str, ...]:
     """Read the prompts of --eval-prompts, one in each line."""
     if file is None:
         return ()
-    found = [line.strip() for line in read_text(Path(file).expanduser()).split("\n") if line.strip()]
-    if not 1 <= len(found) <= MAX_PROMPTS:
-        raise ConfigurationError(f"eval_prompts {file} has {len(found):,} prompts; give 1 to {MAX_PROMPTS}")
-    return tuple(found)
+    prompts = tuple(line.strip() for line in read_text(Path(file).expanduser()).split("\n") if line.strip())
+    if not 1 <= len(prompts) <= MAX_PROMPTS:
+        raise ConfigurationError(f"eval_prompts {file} has {len(prompts):,} prompts; give 1 to {MAX_PROMPTS}")
+    return prompts

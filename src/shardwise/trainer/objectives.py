@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from .data.samples import Batch
 from .models.headloss import loss_sum, losses
 from .models.lora import adapters_disabled
-from .settings import Settings
+from .settings import WITH_REFERENCE, Objective, Settings
 
 MEASURES = ("rewards/chosen", "rewards/rejected", "rewards/accuracies", "rewards/margins")
 
@@ -49,26 +49,20 @@ def _logistic(margin: Tensor, smoothing: float) -> Tensor:
     return -F.logsigmoid(margin) * (1 - smoothing) - F.logsigmoid(-margin) * smoothing
 
 
-def _log_odds(scores: Scores) -> Tensor:
-    return scores.margin - _log_of_rest(scores.chosen) + _log_of_rest(scores.rejected)
+def _orpo(scores: Scores, settings: Settings) -> Tensor:
+    # log(1 - exp(x)) of both. An answer that is certain counts as nearly so.
+    chosen, rejected = (torch.log(-torch.expm1(x.clamp(max=-1e-7))) for x in (scores.chosen, scores.rejected))
+    return _logistic(scores.margin - chosen + rejected, 0.0) * settings.dpo_beta - scores.chosen
 
 
-def _log_of_rest(logarithm: Tensor) -> Tensor:
-    """Return log(1 - exp(x)). An answer that is certain counts as nearly so."""
-    return torch.log(-torch.expm1(logarithm.clamp(max=-1e-7)))
-
-
-Loss = Callable[[Scores, Settings], Tensor]  # the loss of each pair
 # With a reference: DPO (Rafailov et al. 2023), with smoothed labels as in cDPO; SLiC's hinge; IPO (Azar et al. 2023)
 # with log-probabilities per token. Without: SimPO (Meng et al. 2024) and ORPO (Hong et al. 2024), per token.
-WITH_REFERENCE: dict[str, Loss] = {
-    "dpo": lambda scores, asked: _logistic(asked.dpo_beta * scores.margin, asked.label_smoothing),
-    "hinge": lambda scores, asked: F.relu(1 - asked.dpo_beta * scores.margin),
-    "ipo": lambda scores, asked: (scores.per_token.margin - 1 / (2 * asked.dpo_beta)) ** 2,
-}
-PER_TOKEN: dict[str, Loss] = {
-    "simpo": lambda scores, asked: _logistic(asked.dpo_beta * scores.margin - asked.simpo_gamma, asked.label_smoothing),
-    "orpo": lambda scores, asked: _logistic(_log_odds(scores), 0.0) * asked.dpo_beta - scores.chosen,
+LOSSES: dict[Objective, Callable[[Scores, Settings], Tensor]] = {  # of each pair
+    "dpo": lambda scores, by: _logistic(by.dpo_beta * scores.margin, by.label_smoothing),
+    "hinge": lambda scores, by: F.relu(1 - by.dpo_beta * scores.margin),
+    "ipo": lambda scores, by: (scores.per_token.margin - 1 / (2 * by.dpo_beta)) ** 2,
+    "simpo": lambda scores, by: _logistic(by.dpo_beta * scores.margin - by.simpo_gamma, by.label_smoothing),
+    "orpo": _orpo,
 }
 
 
@@ -80,20 +74,17 @@ def sums(model: nn.Module, batch: Batch, settings: Settings) -> Tensor:
     """Return the sums over the batch: of the loss, and of the measures, which have no gradient."""
     if settings.objective is None:
         return loss_sum(model, batch)[None]
-    answers = batch.tokens.shape[0]
     is_target = batch.targets >= 0
     nums = is_target.sum(1)
-    reference = nums.new_zeros(answers, dtype=torch.float32)
-    if settings.objective in WITH_REFERENCE:
-        reference = reference_of(model, batch)
+    has_reference = settings.objective in WITH_REFERENCE
+    reference = reference_of(model, batch) if has_reference else nums.new_zeros(len(nums), dtype=torch.float32)
     logarithms = -losses(model, batch, "none").sum(1) - reference
     is_pair = (nums > 0).view(-1, 2).all(1)
     # A pair without targets, such as one that repeats at the end of an evaluation, must have finite gradients, too.
     logarithms = torch.where(is_pair.repeat_interleave(2), logarithms, -1.0)
     scores = Scores(logarithms[0::2], logarithms[1::2], *nums.clamp(min=1).view(-1, 2).unbind(1))
-    if settings.objective in PER_TOKEN:
-        scores = scores.per_token
-    loss = (WITH_REFERENCE | PER_TOKEN)[settings.objective](scores, settings)
+    scores = scores if has_reference else scores.per_token
+    loss = LOSSES[settings.objective](scores, settings)
     rewards = [settings.dpo_beta * side.detach() for side in (scores.chosen, scores.rejected)]
     measured = [*rewards, (rewards[0] > rewards[1]).float(), rewards[0] - rewards[1]]
     return torch.stack([torch.where(is_pair, each, 0.0).sum() for each in (loss, *measured)])
@@ -105,6 +96,6 @@ def reference_of(model: Any, batch: Batch) -> Tensor:
     was_training = model.training
     model.eval()
     with adapters_disabled(model):
-        found = -losses(model, batch, "none").sum(1)
+        logarithms = -losses(model, batch, "none").sum(1)
     model.train(was_training)
-    return found
+    return logarithms

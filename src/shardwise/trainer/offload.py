@@ -37,6 +37,10 @@ class Offload:
             return {pattern: "+".join([name, *self.moves]) for pattern, name in strategy.items()}
         return "+".join([strategy, *self.moves])
 
+    def require_folder(self) -> None:
+        if self.folder is not None and not self.folder.is_dir():
+            raise ConfigurationError(f"offload: {self.folder} is not a folder: make it, or name one that is there")
+
 
 def offload_of(words: Sequence[str], wire: Sequence[str] = (), quantize: str | None = None) -> Offload:
     found = [_read(word) for word in words]

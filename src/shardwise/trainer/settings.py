@@ -63,6 +63,7 @@ Backend = Literal["c10d", "static", "etcd", "etcd-v2"]
 Compile = Literal["auto", "on", "off"]
 AnyLossChunk = Literal["auto", "small", "large"]
 Objective = Literal["dpo", "hinge", "ipo", "simpo", "orpo"]
+WITH_REFERENCE = ("dpo", "hinge", "ipo")  # objectives that compare with the model without its adapters
 DEFAULT_GLOBAL_BATCH = 16
 # Metrics of an evaluation; the last two belong to objectives of pairs.
 Metric = Literal["eval_loss", "eval_perplexity", "eval_rewards/accuracies", "eval_rewards/margins"]

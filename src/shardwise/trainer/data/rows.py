@@ -17,12 +17,13 @@ from typing import Any, NamedTuple
 from ...base.errors import ConfigurationError
 
 ANSWERING = "assistant"
-ROLES = {
-    "user": "user", ANSWERING: ANSWERING, "system": "system", "tool": "tool",
-    "human": "user", "gpt": ANSWERING, "chatgpt": ANSWERING, "model": ANSWERING, "bot": ANSWERING,
-    "function_call": ANSWERING, "observation": "tool", "function_response": "tool", "function": "tool",
-    "developer": "system",
-}  # fmt: skip
+ROLES: dict[str, tuple[str, ...]] = {  # and their names in files
+    "user": ("user", "human"),
+    ANSWERING: (ANSWERING, "gpt", "chatgpt", "model", "bot", "function_call"),
+    "system": ("system", "developer"),
+    "tool": ("tool", "observation", "function", "function_response"),
+}
+_ROLE_OF = {name: role for role, names in ROLES.items() for name in names}
 PREFERENCE = "preference (chosen, rejected)"
 CHATS = ("messages", "conversations", "conversation")
 COLUMNS = (
@@ -274,7 +275,7 @@ def _message(given: Any, number: int, reading: Reading) -> dict[str, Any]:
     marks = [row[name] for name in _MARKS if row.get(name) is not None]
     if any(mark not in (0, 1) for mark in marks):
         raise ValueError(f"message {number}: weight, train or training is {marks[0]!r}, but must be 0 or 1")
-    message = {"role": ROLES.get(role.lower(), role), "content": content, **message}
+    message = {"role": _ROLE_OF.get(role.lower(), role), "content": content, **message}
     return {**message, **({"tool_calls": calls} if calls else {}), **({"train": all(marks)} if marks else {})}
 
 

@@ -15,7 +15,6 @@ from .tokenizer import Tokenizer
 from .windows import make_windows
 
 QUANTILES = (0.0, 0.1, 0.5, 0.9, 0.99, 1.0)
-NUM_SHOWN = 3
 
 
 @dataclass(frozen=True, slots=True)

@@ -119,7 +119,10 @@ def generate(
     model.eval()
     try:
         while True:
-            new = [_Row(prompt, _generator(sampling, prompt)) for prompt in islice(waiting, batch_size - len(rows))]
+            new = []
+            for prompt in islice(waiting, batch_size - len(rows)):
+                seed = (sampling.seed + prompt.number * 1_000_003) % 2**63
+                new.append(_Row(prompt, torch.Generator().manual_seed(seed)))
             if new:
                 chosen, logits = new, batch.join([row.prompt.ids for row in new])
                 rows += new
@@ -144,23 +147,24 @@ def generate(
 
 
 def samples(
-    model: nn.Module, tokenizer: Tokenizer, prompts: Sequence[str], how: Sampling, max_seq: int, is_chat: bool = False
+    model: nn.Module,
+    tokenizer: Tokenizer,
+    prompts: Sequence[str],
+    sampling: Sampling,
+    max_seq: int,
+    is_chat: bool = False,
 ) -> list[str]:
     """Return the texts that a model generates after prompts, or its answers. Of long prompts it sees the end."""
-    asked = [tokens_of(tokenizer, prompt, is_chat) for prompt in prompts]
-    rows = [Prompt(ids[1 - max_seq :], frozenset([tokenizer.end_id, end]), at) for at, (ids, end) in enumerate(asked)]
-    return [answer.text for answer in sorted(generate(model, tokenizer, rows, how, max_seq=max_seq))]
+    given = [tokens_of(tokenizer, prompt, is_chat) for prompt in prompts]
+    rows = [Prompt(ids[1 - max_seq :], frozenset([tokenizer.end_id, end]), at) for at, (ids, end) in enumerate(given)]
+    return [answer.text for answer in sorted(generate(model, tokenizer, rows, sampling, max_seq=max_seq))]
 
 
-def tokens_of(tokenizer: Tokenizer, asked: str | Sequence[Message], is_chat: bool) -> tuple[list[int], int]:
+def tokens_of(tokenizer: Tokenizer, prompt: str | Sequence[Message], is_chat: bool) -> tuple[list[int], int]:
     """Return the tokens of a prompt, or of the messages of a chat, and the token that ends the answer."""
-    if isinstance(asked, str) and not is_chat:
-        return tokenizer.encode(asked) or [tokenizer.end_id], tokenizer.end_id
-    return tokenizer.question([{"role": "user", "content": asked}] if isinstance(asked, str) else asked)
-
-
-def _generator(sampling: Sampling, prompt: Prompt) -> torch.Generator:
-    return torch.Generator().manual_seed((sampling.seed + prompt.number * 1_000_003) % 2**63)
+    if isinstance(prompt, str) and not is_chat:
+        return tokenizer.encode(prompt) or [tokenizer.end_id], tokenizer.end_id
+    return tokenizer.question([{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt)
 
 
 def _choose(

@@ -32,8 +32,6 @@ QUANTIZATION = {
     "bnb_4bit_quant_storage": "uint8",
     "llm_int8_skip_modules": None,
 }
-
-
 Makers = dict[str, Callable[[], Tensor]]
 
 
@@ -59,10 +57,10 @@ def rounded(value: Tensor, codec: str, shape: Sequence[int]) -> Tensor:
 
 
 def _state(stored: Mapping[str, Tensor], name: str) -> dict[str, Any]:
-    found: Any = json.loads(bytes(stored[name + STATE].tolist()))
-    if not isinstance(found, dict):
+    state: Any = json.loads(bytes(stored[name + STATE].tolist()))
+    if not isinstance(state, dict):
         raise ValueError(f"{name + STATE} is no mapping")
-    return found
+    return state
 
 
 def _shape(stored: Mapping[str, Tensor], name: str) -> tuple[int, ...]:
@@ -106,27 +104,26 @@ def quantized(source: Source) -> list[Source]:
     written, and the bytes are held until the last is. Other tensors stay as they are."""
     if not is_quantizable(source.name, len(source.shape)):
         return [source]
-    num_elems, dtype = prod(source.shape), str(source.dtype).removeprefix("torch.")
     held: dict[str, Tensor] = {}
 
     def rows(part: str) -> list[Tensor]:
         if not held:
-            found = stored_parts(encoded(CODEC, source.read()), num_elems)
-            values = (found.payload[:, None], found.absmax, found.scales, *tables(torch.device("cpu")))
-            held.update(zip(("", *PARTS), (*values, _about(source.shape, dtype, float(found.offset))), strict=True))
+            held.update(_tensors(source, encoded(CODEC, source.read())))
         return [held.pop(part)]
 
-    like = stored_parts(torch.empty(encoded_bytes(CODEC, num_elems), dtype=torch.uint8), num_elems)
-    about = _about(source.shape, dtype, 0.0)
-    sizes = (like.payload[:, None], like.absmax, like.scales, *tables(torch.device("cpu")), about)
+    like = _tensors(source, torch.zeros(encoded_bytes(CODEC, prod(source.shape)), dtype=torch.uint8))
     return [
-        Source(source.name + part, size.dtype, tuple(size.shape), partial(rows, part))
-        for part, size in zip(("", *PARTS), sizes, strict=True)
+        Source(source.name + part, tensor.dtype, tuple(tensor.shape), partial(rows, part))
+        for part, tensor in like.items()
     ]
 
 
-def _about(shape: Sequence[int], dtype: str, offset: float) -> Tensor:
-    """The JSON of a matrix, filled up to a fixed length: sizes in a file are known before the offset is."""
-    state = {"quant_type": "nf4", "blocksize": NF4_BLOCK, "dtype": dtype, "shape": list(shape)}
-    state |= {"nested_blocksize": NF4_SCALED, "nested_dtype": "float32", "nested_offset": offset}
-    return torch.tensor(list(json.dumps(state).ljust(ABOUT_BYTES).encode()), dtype=torch.uint8)
+def _tensors(source: Source, row: Tensor) -> dict[str, Tensor]:
+    """Return the tensors of a matrix in a file, by their endings. The JSON is filled up to a fixed length: sizes in a
+    file are known before the offset is."""
+    parts, dtype = stored_parts(row, prod(source.shape)), str(source.dtype).removeprefix("torch.")
+    state = {"quant_type": "nf4", "blocksize": NF4_BLOCK, "dtype": dtype, "shape": list(source.shape)}
+    state |= {"nested_blocksize": NF4_SCALED, "nested_dtype": "float32", "nested_offset": float(parts.offset)}
+    about = torch.tensor(list(json.dumps(state).ljust(ABOUT_BYTES).encode()), dtype=torch.uint8)
+    values = (parts.payload[:, None], parts.absmax, parts.scales, *tables(torch.device("cpu")), about)
+    return dict(zip(("", *PARTS), values, strict=True))

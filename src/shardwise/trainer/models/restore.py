@@ -206,19 +206,17 @@ def content_of(
         if is_adapted:
             if not is_merged:
                 raise ConfigurationError(f"{place} is a PEFT adapter already: to write a whole model, add --merge")
-            built = _build_from_folder(*_adapter_config(place, model))
-            _refuse_quantized(built)
+            built = _unquantized(_build_from_folder(*_adapter_config(place, model)))
             sources = _weight_sources(built.model, with_stored(built.model, built.weights, place), dtype)
         elif is_model(place):
             if model is not None:
                 raise ConfigurationError(f"{place} is a model of its own: leave --model out")
-            built = _build_from_folder(str(place))
-            _refuse_quantized(built)
+            built = _unquantized(_build_from_folder(str(place)))
             sources = _weight_sources(built.model, built.weights, dtype)
         else:
             opened = open_checkpoint(place)
             built, is_adapted = _model_of(place, opened.index.extra, model)
-            about |= {key: opened.index.extra[key] for key in ("step",) if key in opened.index.extra}
+            about |= {"step": opened.index.extra["step"]} if "step" in opened.index.extra else {}
             reader = stack.enter_context(opened.reader())
             sources = _stored_sources(built, opened.index.tensors, reader, dtype, place)
         if is_merged and not is_adapted:
@@ -237,10 +235,11 @@ def content_of(
         yield Content(built.model, built.facts, sources, names, is_adapted, is_merged, max_bytes, is_quantized, about)
 
 
-def _refuse_quantized(built: Built) -> None:
+def _unquantized(built: Built) -> Built:
     if built.facts.quantized:
         fix = "use the unquantised model (--model FOLDER)"
         raise ConfigurationError(f"model {built.facts.origin!r} is stored as {built.facts.quantized}: {fix}")
+    return built
 
 
 def _model_of(place: Path, extra: Mapping[str, Any], model: str | None) -> tuple[Built, bool]:
@@ -305,11 +304,8 @@ def _stored_sources(
             raise CheckpointError(f"{place}: {first!r} is {saved.shape} in it, {tuple(tensor.shape)} in the model")
         else:
             sources.append(stored_source(first, reader, saved, _dtype_of(tensor, saved.torch_dtype, dtype)))
-    as_stored = {name for name, _ in encoded.values()}
-    unknown = [
-        name for name, saved in tensors.items() if name not in as_stored and not {name, *saved.tied} & expected.keys()
-    ]
-    unknown = [name for name in unknown if not COMPUTED.search(name)]
+    known = {*expected, *(name for name, _ in encoded.values())}
+    unknown = [name for name, saved in tensors.items() if not {name, *saved.tied} & known and not COMPUTED.search(name)]
     lacks = [f"it lacks {len(missing)} tensors, first {missing[0]!r}"] if missing else []
     has = [f"it has {len(unknown)} that the model has not, first {unknown[0]!r}"] if unknown else []
     if lacks or has:
