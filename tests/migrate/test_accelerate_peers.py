@@ -152,7 +152,7 @@ def test_what_a_trainer_does_unsaid() -> None:
     defaults = {field.name: field.default for field in dataclasses.fields(TrainingArguments)}
     assert defaults["num_train_epochs"] == EPOCHS
     for name, value in DEFAULTS.items():
-        assert name in ("min_lr_ratio", "eval_fraction") or defaults[name] == value, name
+        assert name in ("min_lr_ratio", "eval_fraction", "packing") or defaults[name] == value, name
 
 
 @pytest.mark.parametrize("word", ["no", "fp16", "bf16"])
