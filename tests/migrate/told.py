@@ -6,7 +6,7 @@ from typing import Any
 from shardwise.migrate.migrated import Migrated
 
 # Whose files are told under them.
-NAME_FILES = ("deepspeed_config_file", "deepspeed", "fsdp_config", "dataset", "datasets")
+NAME_FILES = ("deepspeed_config_file", "deepspeed", "fsdp_config", "dataset", "datasets", "pretraining_dataset")
 
 
 def assert_all_told(tree: dict[str, Any], migrated: Migrated) -> None:
@@ -32,9 +32,8 @@ def _keys(tree: dict[str, Any], path: str) -> Any:
 def _is_told(key: str, value: Any, told: set[str]) -> bool:
     """By itself, with the block that it stands in, or by its keys."""
     parts = key.split(".")
-    if isinstance(value, list) and any(
-        name.startswith(f"{key}.0.") for name in told
-    ):  # entries have names of their own
+    # Entries of a list have names of their own; a text in its place is one entry.
+    if isinstance(value, list | str) and any(name.startswith(f"{key}.0.") for name in told):
         return True
     if any(".".join(parts[: size + 1]) in told for size in range(len(parts))):
         return True

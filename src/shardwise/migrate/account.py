@@ -97,8 +97,10 @@ class Block:
     def inner_list(self, key: str) -> "list[Block]":
         """Return the mappings in the list under a key, as blocks with a number; a text is a mapping with a path."""
         value = self.values[key] if self.has(key) and str(self.values[key]).lower() not in (*FALSE, "", "none") else []
-        entries = value if isinstance(value, list) else [value]
-        if not entries:
+        entries = value if isinstance(value, list) else [value] * isinstance(value, str)
+        if isinstance(value, dict):
+            self.refused(key, "it is a mapping and not a list of them")
+        elif not entries:
             self.ignored(key, "it is empty")
         mappings = [entry if isinstance(entry, dict) else {"path": str(entry)} for entry in entries]
         holder = self.inner_mapping(key, {str(place): entry for place, entry in enumerate(mappings)})

@@ -11,7 +11,7 @@ from importlib import resources
 from typing import Any
 
 from ..base.documents import Tree, yaml_tree
-from ..trainer.settings import Settings
+from ..trainer.settings import LIMITS, Settings
 from .account import Block, Fate, as_flag, as_number, as_text, as_texts, as_word
 
 MAX_DEPTH = 4
@@ -120,8 +120,9 @@ def _as_setting(name: str, value: Tree) -> Any:
         return int(as_number(value, **bounds, is_whole=True))
     if "float" in kind:
         number = as_number(value, **bounds)
-        if "below" in limits and number >= limits["below"]:
-            raise ValueError(f"it must be below {limits['below']:g}")
+        for bound in ("above", "below"):
+            if bound in limits and LIMITS[bound][1](number, limits[bound]):
+                raise ValueError(f"it must be {bound} {limits[bound]:g}")
         return number
     text = as_text(value)
     return None if text.lower() in ("", "none", "null") else text
