@@ -272,11 +272,12 @@ def is_quantizable(param: Param) -> bool:
     return (
         is_matrix
         and not (param.trainable or param.is_table)
-        and all(site.attribute == "weight" and _is_in_block(site.module.split(".")) for site in param.sites)
+        and all(site.attribute == "weight" and is_in_block(site.module.split(".")) for site in param.sites)
     )
 
 
-def _is_in_block(words: Sequence[str]) -> bool:
+def is_in_block(words: Sequence[str]) -> bool:
+    """True for the parts of a module's name in a repeated block, without adapters."""
     of_adapters = [word for word in words if word.startswith(("lora_", "modules_to_save"))]
     return any(word.isdecimal() for word in words) and not of_adapters
 

@@ -129,7 +129,7 @@ def parts(codec: Codec, num_elems: int) -> Parts:
     if codec.kind == "nf4":
         num_blocks, scales_at = -(-num_elems // NF4_BLOCK), round_up(payload_bytes, ALIGN_BYTES)
         minima_at = scales_at + round_up(num_blocks, ALIGN_BYTES)
-        end = minima_at + round_up(4 * (1 + -(-num_blocks // NF4_SCALED)), ALIGN_BYTES)
+        end = minima_at + round_up(4 * (1 + num_nf4_scales(num_blocks)), ALIGN_BYTES)
         return Parts(payload_bytes, num_blocks, scales_at, minima_at, end)
     if not codec.has_scales:
         return Parts(payload_bytes, 0, payload_bytes, payload_bytes, payload_bytes)
@@ -147,6 +147,10 @@ def encoded_bytes(codec: Codec | str, num_elems: int, dtype: DTypeLike | None = 
         return parts(codec, num_elems).total_bytes
     assert dtype is not None
     return num_elems * dtype_of(dtype).itemsize
+
+
+def num_nf4_scales(num_blocks: int) -> int:
+    return -(-num_blocks // NF4_SCALED)
 
 
 def codec_in(name: str) -> str | None:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ..native.library import struct_fields
-from .codec import NF4_BLOCK, NF4_SCALED, Codec, parts
+from .codec import NF4_BLOCK, NF4_SCALED, Codec, num_nf4_scales, parts
 
 CODEC = Codec("nf4", NF4_BLOCK)
 # Elements that are encoded or decoded at once.
@@ -47,7 +47,7 @@ class Stored(NamedTuple):
 
 def stored_parts(row: Tensor, num_elems: int) -> Stored:
     where = parts(CODEC, num_elems)
-    num_scales = -(-where.num_blocks // NF4_SCALED)
+    num_scales = num_nf4_scales(where.num_blocks)
     scales = row[where.minima_at : where.total_bytes].view(torch.float32)
     absmax = row[where.scales_at : where.scales_at + where.num_blocks]
     return Stored(row[: where.payload_bytes], absmax, scales[:num_scales], scales[num_scales : num_scales + 1])
@@ -122,7 +122,7 @@ def compiled_decoder(
 ) -> Callable[[], None]:
     """Prepare to decode with the C code. Addresses are read each time: memory may be released and allocated again."""
     where, (codes, levels) = parts(CODEC, out.numel()), tables(out.device)
-    num_scales = -(-where.num_blocks // NF4_SCALED)
+    num_scales = num_nf4_scales(where.num_blocks)
     job = Nf4Job(0, 0, 0, codes.data_ptr(), levels.data_ptr(), 0, out.numel(), num_scales, dtype)
     run = in_threads("shardwise_decode_nf4", job, where.num_blocks, NF4_BLOCK)
 

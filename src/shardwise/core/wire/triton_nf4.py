@@ -14,7 +14,7 @@ import triton  # type: ignore[import-not-found]
 import triton.language as tl  # type: ignore[import-not-found]
 from torch import Tensor, float32, int32
 
-from .codec import NF4_BLOCK, NF4_SCALED, parts
+from .codec import NF4_BLOCK, NF4_SCALED, num_nf4_scales, parts
 from .nf4 import CODEC, tables
 from .triton_codecs import is_long, prepared
 
@@ -37,7 +37,7 @@ def decoder(row: Tensor, out: Tensor) -> Callable[[], None]:
         out,
         num_elems,
         where.num_blocks,
-        -(-where.num_blocks // NF4_SCALED),
+        num_nf4_scales(where.num_blocks),
         where.scales_at // 4,
         IS_LONG=is_long(num_elems),
         BLOCK=NF4_BLOCK,

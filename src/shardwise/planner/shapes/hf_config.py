@@ -28,13 +28,18 @@ FAMILIES: dict[str, Fields] = _DATA["families"]
 _KEYS: dict[str, list[str]] = _DATA["keys of a size"]
 SHAPE_KEY = "shardwise_shape"  # key of the in-tree shape, in a config that the trainer exports
 QUANTISED = "quantization_config"
+# Keys of a quantization_config in the form of nf4 that can be used as it is.
+NF4 = {
+    "quant_method": "bitsandbytes",
+    "load_in_4bit": True,
+    "bnb_4bit_quant_type": "nf4",
+    "bnb_4bit_use_double_quant": True,
+}
 
 
 def is_nf4(about: object) -> bool:
     """True for a `quantization_config` of bitsandbytes' 4-bit layers, in the form that can be used as it is."""
-    wanted = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
-    wanted |= {"bnb_4bit_use_double_quant": True}
-    return isinstance(about, dict) and all(about.get(key) == value for key, value in wanted.items())
+    return isinstance(about, dict) and all(about.get(key) == value for key, value in NF4.items())
 
 
 def _read_bool(config: Config, key: str, default: bool = False) -> bool:

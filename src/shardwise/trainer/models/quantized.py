@@ -16,28 +16,22 @@ from torch import Tensor
 
 from ...base.errors import ConfigurationError
 from ...checkpoint.tensor_files import Source
+from ...core.schedule.flat import is_in_block
 from ...core.wire.codec import NF4_BLOCK, NF4_SCALED, encoded_bytes, parse
 from ...core.wire.nf4 import CODEC, stored_parts, tables
 from ...core.wire.reference_codecs import decoder, encoded
+from ...planner.shapes.hf_config import NF4
 
 STATE = ".quant_state.bitsandbytes__nf4"
 ABOUT_BYTES = 256
 PARTS = (".absmax", ".nested_absmax", ".quant_map", ".nested_quant_map", STATE)
-QUANTIZATION = {
-    "quant_method": "bitsandbytes",
-    "load_in_4bit": True,
-    "load_in_8bit": False,
-    "bnb_4bit_quant_type": "nf4",
-    "bnb_4bit_use_double_quant": True,
-    "bnb_4bit_quant_storage": "uint8",
-    "llm_int8_skip_modules": None,
-}
+QUANTIZATION = {**NF4, "load_in_8bit": False, "bnb_4bit_quant_storage": "uint8", "llm_int8_skip_modules": None}
 Makers = dict[str, Callable[[], Tensor]]
 
 
 def is_quantizable(name: str, num_dims: int) -> bool:
     """True for the matrices of repeated blocks, as `is_quantizable` in `core/schedule/flat.py`."""
-    return num_dims == 2 and name.endswith(".weight") and any(word.isdecimal() for word in name.split("."))
+    return num_dims == 2 and name.endswith(".weight") and is_in_block(name.split("."))
 
 
 def packed(stored: Mapping[str, Tensor]) -> tuple[Makers, dict[str, tuple[int, ...]]]:
